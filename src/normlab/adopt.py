@@ -1,0 +1,67 @@
+"""Taking over from plain batch norm.
+
+One function serves loading and surgery: a state dict with batch norm's keys is completed in place, so that the layer
+that loads it computes what the batch norm computed, where it can.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .rules import Mixture
+
+if TYPE_CHECKING:
+    from .layers.base import Norm
+
+__all__ = ["complete_state"]
+
+_PLAIN = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+
+
+def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
+    """Complete batch norm's entries under ``prefix`` into all of ``layer``'s; leave any other state as it is."""
+    given = {k[len(prefix) :] for k in state if k.startswith(prefix)}
+    own = layer.state_dict()
+    for name in given & own.keys():  # shapes such as [1, C, 1, 1] of other implementations
+        value = state[prefix + name]
+        if isinstance(value, Tensor) and value.shape != own[name].shape and value.numel() == own[name].numel():
+            state[prefix + name] = value.reshape(own[name].shape)
+    if not given or not given <= _PLAIN or given >= own.keys():
+        return
+    if "running_mean" in given and "num_batches_tracked" in own and "num_batches_tracked" not in given:
+        state[prefix + "num_batches_tracked"] = torch.zeros((), dtype=torch.long)
+    moved = {}
+    for part in ("weight", "bias"):
+        plain = state.get(prefix + part)
+        start = torch.ones_like if part == "weight" else torch.zeros_like
+        if plain is not None and part not in own:
+            del state[prefix + part]
+        for name, value in own.items():
+            if name != f"class_{part}" and not name.startswith(f"branch_{part}."):
+                continue
+            takes = plain is not None and part not in own and not _taken(moved, part, name)
+            moved[name] = plain.expand_as(value).clone() if takes else start(value)  # type: ignore[union-attr]
+    for name in own.keys() & {"running_mean", "running_var", "num_batches_tracked"}:
+        value = state.get(prefix + name)
+        if value is None or value.shape == own[name].shape:
+            continue
+        if name == "num_batches_tracked" or (value.dim() and value.shape[-1] == own[name].shape[-1]):
+            state[prefix + name] = value.expand_as(own[name]).clone()
+    if isinstance(layer.statistics, Mixture):
+        members = [p.name for p in layer.statistics.members]
+        if "batch" in members:
+            logits = layer.statistics.one_hot_logits(members.index("batch"))
+            moved |= {"mean_weight": logits, "var_weight": logits.clone()}
+    for name, value in moved.items():
+        state[prefix + name] = value
+    learned = (*layer._learned, *layer._predictor)
+    for name in learned:  # a gate or predictor has nothing to take over: it starts as constructed
+        state.setdefault(prefix + name, own[name])
+
+
+def _taken(moved: dict[str, Tensor], part: str, name: str) -> bool:
+    """Whether an earlier kind of table took the plain values: then later ones start as identity."""
+    return name.startswith("branch_") and f"class_{part}" in moved

@@ -1,0 +1,128 @@
+"""Affine maps: what follows standardization.
+
+An affine map is a sequence of terms, applied in order, each ``y = weight * y + bias``:
+
+``shared``     one weight and bias for all samples
+``class``      one for each class label
+``branch``     one for each named branch
+``style``      the style's standard deviation and mean
+``predicted``  adds to the weight and the bias so far what a small network predicts from the sample's own moments
+
+``sandwich`` is shared, then class (or branch); ``sandwich_style`` shared, then style. All but ``predicted`` collapse
+into one effective weight and bias for each sample before ``x`` is touched, so a longer sequence costs nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ._text import nearest
+from .engine import Coefficients, Moments, Rows, Rule
+from .pools import Plan, Segments, group
+
+__all__ = ["Predicted", "compose", "parse_affine", "predictor_parameters"]
+
+_TERMS = ("shared", "class", "branch", "style", "predicted")
+_NAMED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    **{term: (term,) for term in _TERMS},
+    "predicted": ("shared", "predicted"),
+    "sandwich_class": ("shared", "class"),
+    "sandwich_branch": ("shared", "branch"),
+    "sandwich_style": ("shared", "style"),
+    "style_predicted": ("style", "predicted"),
+}
+
+
+def parse_affine(affine: bool | str | Sequence[str], classes: bool, branches: bool) -> tuple[str, ...]:
+    """Terms from a name, a sequence of terms, or torch's flag. ``sandwich`` means class where there are classes."""
+    if isinstance(affine, bool):
+        return ("shared",) if affine else ()
+    if affine == "sandwich":
+        if not classes and not branches:
+            raise ValueError("affine='sandwich' needs num_classes=... or branches=(...): what the inner maps are for")
+        affine = "sandwich_class" if classes else "sandwich_branch"
+    if isinstance(affine, str):
+        if affine not in _NAMED:
+            raise ValueError(f"there is no affine map {affine!r}; {nearest(affine, (*_NAMED, 'sandwich'))}")
+        terms = _NAMED[affine]
+    else:
+        terms = tuple(affine)
+        for term in terms:
+            if term not in _TERMS:
+                raise ValueError(f"there is no affine term {term!r}; {nearest(term, _TERMS)}")
+        if len(set(terms)) != len(terms):
+            raise ValueError(f"each affine term may stand once; got {terms}")
+        if "predicted" in terms and terms[-1] != "predicted":
+            raise ValueError(f"'predicted' adds to what stands before it and must be last; got {terms}")
+    if "class" in terms and not classes:
+        raise ValueError("an affine map for each class needs num_classes=...: how many classes there are")
+    if "branch" in terms and not branches:
+        raise ValueError('an affine map for each branch needs branches=(...), such as branches=("main", "aux")')
+    return terms
+
+
+def compose(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
+    """One weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``, that do what all terms do in order."""
+    weight = bias = None
+    for w, b in terms:
+        weight = w if weight is None else weight * w
+        bias = b if bias is None else torch.addcmul(b, bias, w)
+    return weight, bias
+
+
+def predictor_parameters(channels: int, key_size: int) -> dict[str, Tensor]:
+    """Initial values of the network that instance-level meta norm predicts its affine map with."""
+    if channels % key_size:
+        raise ValueError(
+            f"instance-level meta norm needs channels in whole key groups of {key_size}; got {channels} channels; "
+            "give a key_size that divides them"
+        )
+    keys = channels // key_size
+    width = keys // 16 if keys > 16 else 2
+
+    def dense(out: int, into: int) -> Tensor:  # as nn.Linear starts
+        return torch.empty(out, into).uniform_(-(into**-0.5), into**-0.5)
+
+    return {
+        "embed_weight": dense(width, keys),
+        "scale_head": dense(keys, width),
+        "shift_head": dense(keys, width),
+    }
+
+
+class Predicted:
+    """A rule with an affine map predicted from each sample's moments (instance-level meta norm).
+
+    ``key_size`` channels make one key. The keys' variances predict what is added to the weight, through a sigmoid, and
+    their means what is added to the bias, through a tanh; both heads share the embedding.
+    """
+
+    def __init__(self, rule: Rule, rows: Rows, key_size: int) -> None:
+        self.rule, self.key_size = rule, key_size
+        self.keys = Plan(group(rows.channels // key_size), rows, Segments())
+
+    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]:
+        *own, weight, bias, embed, scale_head, shift_head = tensors
+        (center, scale, shift), seen = self.rule(moments, *own)
+        key_mean, key_var, _ = self.keys.statistics(moments)
+        weight = weight + self.keys.expand(torch.sigmoid(linear(linear(key_var, embed).relu(), scale_head)))
+        bias = bias + self.keys.expand(torch.tanh(linear(linear(key_mean, embed).relu(), shift_head)))
+        return Coefficients(center, scale * weight, bias if shift is None else shift * weight + bias), seen
+
+
+def select(table: Tensor, index: int | Tensor) -> Tensor:
+    """``[K, C]`` to the rows of ``index``: ``[1, C]`` for one, ``[N, C]`` for each sample's own."""
+    return table[index : index + 1] if isinstance(index, int) else table.index_select(0, index)
+
+
+def select_branch(tables: Mapping[str, Tensor], branches: Sequence[str], index: int | Tensor) -> Tensor:
+    """Likewise from one tensor a branch; one branch for the whole batch leaves the others without gradient."""
+    if isinstance(index, int):
+        return tables[branches[index]]
+    return torch.stack([tables[b] for b in branches]).index_select(0, index)

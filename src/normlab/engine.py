@@ -1,0 +1,366 @@
+"""The contract every feature normalizer of this library is written against.
+
+Let ``x`` be ``[N, C, *S]``. A normalizer computes ``y = (x - center) * scale + shift`` with coefficients that are
+constant over the spatial axes, and it computes them from nothing but the mean and the variance of each slice.
+So ``x`` is read twice (moments, apply) and a *rule* is a small function from :class:`Moments` to
+:class:`Coefficients` that never sees ``x``. Backward is again two passes: row sums of ``dy`` and of
+``dy * (x - center)``; then ``dx = scale * dy + offset + slope * (x - mean)``.
+
+A slice is a *row*. Usually rows are the channels of each sample; batch group norm cuts finer (:class:`Rows`).
+
+Numerical decisions, all of them:
+
+* ``y`` has the dtype of ``x``. The passes over ``x`` accumulate in float32 or wider; what happens on ``[N, R]`` is
+  float64 where the device has it, so that a mean of 1e4 beside a standard deviation of 1 keeps its digits.
+* A pooled variance is the mean of the variances plus the variance of the means, never ``E[x^2] - E[x]^2``.
+* The biased variance normalizes; running statistics track the unbiased one, as in ``torch.nn``.
+* Under ``torch.compile``, ``torch.export``, ``torch.func`` and forward-mode differentiation the plain expression is
+  traced instead (float32 statistics), and the compiler fuses it. Double backward differentiates the plain expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import reference as passes
+
+__all__ = ["Coefficients", "Moments", "Rows", "Rule", "StyleMoments", "normalize", "slice_moments"]
+
+
+class Moments(NamedTuple):
+    """Mean and biased variance of every row, and how many elements a row has."""
+
+    mean: Tensor  # [N, R]
+    var: Tensor  # [N, R], biased
+    size: int | Tensor  # elements a row: one number, or [R] where rows differ in length
+
+
+class Coefficients(NamedTuple):
+    """``y = (x - center) * scale + shift``; each broadcasts against ``[N, R]``; no shift means zero."""
+
+    center: Tensor
+    scale: Tensor
+    shift: Tensor | None = None
+
+
+class StyleMoments(NamedTuple):
+    """What a style layer takes from its style features."""
+
+    mean: Tensor  # [N, C]
+    std: Tensor  # [N, C]
+
+
+class Rule(Protocol):
+    """From moments and a few tensors to coefficients; the second value is whatever the caller wants back."""
+
+    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
+
+
+class ClosedRule(Protocol):
+    """A rule that also knows its own gradient, so that no graph is recorded on ``[N, R]``."""
+
+    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
+
+    def gradient(
+        self, moments: Moments, seen: Any, tensors: Sequence[Tensor], scale: Tensor, d_center: Tensor, d_scale: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+        """``(offset, slope, gradients of the tensors)`` with ``dx = scale * dy + offset + slope * (x - mean)``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a sample ``[C, *S]`` is cut into rows.
+
+    ``parts`` rows of equal length a channel; or ``cuts``, the ends of rows of any length over the merged ``C * S``
+    axis, each row inside one channel.
+    """
+
+    channels: int
+    parts: int = 1
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def number(self) -> int:
+        return len(self.cuts) if self.cuts else self.channels * self.parts
+
+    def size(self, spatial: int, device: torch.device) -> int | Tensor:
+        """Elements a row."""
+        return _lengths(self.cuts, device) if self.cuts else spatial // self.parts
+
+    def from_channels(self, t: Tensor, spatial: int) -> Tensor:
+        """``[..., C]`` to ``[..., R]``: every row gets its channel's value."""
+        if self.cuts:
+            return t.index_select(-1, _channel_of(self.cuts, spatial, t.device))
+        return t if self.parts == 1 else t.repeat_interleave(self.parts, -1)
+
+    def to_channels(self, t: Tensor, spatial: int) -> Tensor:
+        """``[..., R]`` to ``[..., C]``: the sum over each channel's rows."""
+        if self.cuts:
+            out = t.new_zeros(*t.shape[:-1], self.channels)
+            return out.index_add_(-1, _channel_of(self.cuts, spatial, t.device), t)
+        return t if self.parts == 1 else t.reshape(*t.shape[:-1], self.channels, self.parts).sum(-1)
+
+
+@lru_cache(maxsize=256)
+def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
+    """Rows that lie inside one channel and inside one run, for every number of runs in ``groups``.
+
+    The merged axis of ``D = C * S`` elements is split into ``G`` runs: all of ``D / G`` where that divides, as batch
+    group norm has it; otherwise, as ``torch.tensor_split`` does, the first ``D % G`` runs are one element longer.
+    """
+    whole = channels * spatial
+    step = gcd(spatial, *(whole // g for g in groups))
+    if all(whole % g == 0 for g in groups) and (step >= 8 or step in (spatial, *(whole // g for g in groups))):
+        return Rows(channels, spatial // step)
+    ends = {end for g in groups for end in run_ends(whole, g)}
+    return Rows(channels, 1, tuple(sorted(ends.union(spatial * (c + 1) for c in range(channels)))))
+
+
+def run_ends(whole: int, groups: int) -> tuple[int, ...]:
+    """Where each of ``groups`` nearly equal runs of ``whole`` elements ends."""
+    run, longer = divmod(whole, groups)
+    return tuple((g + 1) * run + min(g + 1, longer) for g in range(groups))
+
+
+@lru_cache(maxsize=256)
+def _lengths(cuts: tuple[int, ...], device: torch.device) -> Tensor:
+    starts = (0, *cuts[:-1])
+    return torch.tensor([e - s for s, e in zip(starts, cuts, strict=True)], device=device)
+
+
+@lru_cache(maxsize=256)
+def _channel_of(cuts: tuple[int, ...], spatial: int, device: torch.device) -> Tensor:
+    return torch.tensor([(end - 1) // spatial for end in cuts], device=device)
+
+
+def normalize(
+    x: Tensor,  # [N, C, *S]
+    rule: Rule,
+    tensors: Sequence[Tensor] = (),
+    *,
+    weight: Tensor | None = None,  # [C], [1, C] or [N, C]
+    bias: Tensor | None = None,  # likewise
+    rows: Rows | None = None,
+) -> tuple[Tensor, Any]:
+    """Normalize ``x`` by ``rule`` and apply the affine map; return ``y`` and what the rule saw.
+
+    ``tensors`` are handed to the rule and receive gradients. The affine map is applied to the rule's coefficients, so
+    ``y = weight * standardized + bias`` with ``weight`` and ``bias`` shared by the batch or given for each sample.
+
+    >>> import torch
+    >>> def root_mean_square(m):                 # a rule: no centring, one scale a sample
+    ...     power = (m.var + m.mean.square()).mean(1, keepdim=True)
+    ...     return Coefficients(torch.zeros_like(m.mean), torch.rsqrt(power + 1e-5)), None
+    >>> y, _ = normalize(3 * torch.randn(2, 8, 4, 4), root_mean_square)
+    >>> bool((y.square().mean((1, 2, 3)) - 1).abs().max() < 1e-4)
+    True
+    """
+    rows = Rows(x.shape[1]) if rows is None else rows
+    weight = weight.unsqueeze(0) if weight is not None and weight.dim() == 1 else weight
+    bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
+    if _must_trace(x):
+        return _plain(x, rule, rows, weight, bias, *tensors)
+    box: list[Any] = []
+    y = _Normalize.apply(x, rule, rows, box, weight, bias, *tensors)
+    return y, box[0]
+
+
+def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
+    """Mean and biased variance of every ``(sample, channel)`` slice, differentiable."""
+    rows = Rows(x.shape[1])
+    size = prod(x.shape[2:])
+    if _must_trace(x):
+        return Moments(*passes.plain_moments(x, rows), size)
+    mean, var = _SliceMoments.apply(x, rows)
+    return Moments(mean, var, size)
+
+
+def _must_trace(x: Tensor) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or x.numel() == 0
+    )
+
+
+def _plain(
+    x: Tensor, rule: Rule, rows: Rows, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
+) -> tuple[Tensor, Any]:
+    """The whole normalizer as one differentiable expression: what compilers trace and double backward differentiates."""
+    spatial = prod(x.shape[2:])
+    moments = Moments(*passes.plain_moments(x, rows), rows.size(spatial, x.device))
+    standard, seen = rule(moments, *(t.to(moments.mean.dtype) for t in tensors))
+    coefficients = _compose(standard, rows, spatial, weight, bias)
+    return passes.plain_apply(x, rows, coefficients), seen
+
+
+def _compose(
+    standard: Coefficients, rows: Rows, spatial: int, weight: Tensor | None, bias: Tensor | None
+) -> Coefficients:
+    center, scale, shift = standard
+    if weight is not None:
+        weight = rows.from_channels(weight, spatial)
+        scale = scale * weight
+        shift = None if shift is None else shift * weight
+    if bias is not None:
+        bias = rows.from_channels(bias, spatial)
+        shift = bias if shift is None else shift + bias
+    return Coefficients(center, scale, shift)
+
+
+class _Normalize(torch.autograd.Function):
+    """Two passes forward, two backward; the rule's own gradient on ``[N, R]`` in between.
+
+    Saved for backward: ``x`` and values of the size of the moments. A rule without a closed gradient is recorded on
+    ``[N, R]`` once, in forward, and differentiated by autograd.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rule: Rule,
+        rows: Rows,
+        box: list[Any],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        spatial = prod(x.shape[2:])
+        moments = Moments(*passes.moments(x, rows), rows.size(spatial, x.device))
+        closed = hasattr(rule, "gradient")
+        leaves: tuple[Tensor, ...] = ()
+        if closed or not any(ctx.needs_input_grad):
+            standard, seen = rule(moments, *(t.to(moments.mean.dtype) for t in tensors))
+        else:
+            needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[0], *ctx.needs_input_grad[6:])
+            values = (moments.mean, moments.var, *tensors)
+            leaves = tuple(v.detach().requires_grad_(n) for v, n in zip(values, needs, strict=True))
+            with torch.enable_grad():
+                given = (t.to(moments.mean.dtype) for t in leaves[2:])
+                standard, seen = rule(Moments(leaves[0], leaves[1], moments.size), *given)
+        box.append(seen)
+        coefficients = _compose(
+            Coefficients(*(None if c is None else c.detach() for c in standard)),  # type: ignore[arg-type]
+            rows,
+            spatial,
+            weight,
+            bias,
+        )
+        y = passes.apply(x, rows, coefficients)
+        ctx.rule, ctx.rows, ctx.size, ctx.closed, ctx.leaves = rule, rows, moments.size, closed, leaves
+        ctx.standard, ctx.seen = standard, seen if closed else None
+        ctx.save_for_backward(x, moments.mean, moments.var, weight, bias, *tensors)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        x, mean, var, weight, bias, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return _differentiate_plain(ctx, dy, x, weight, bias, tensors)
+        rows, spatial = ctx.rows, prod(x.shape[2:])
+        center, scale, shift = (None if c is None else c.detach() for c in ctx.standard)
+        sum_dy, sum_dot = passes.sums(dy, x, rows, center)
+        d_weight = d_bias = None
+        d_scale, d_shift = sum_dot, sum_dy
+        applied = scale
+        if weight is not None:
+            rowed = rows.from_channels(weight, spatial)
+            applied = scale * rowed
+            if ctx.needs_input_grad[4]:
+                each = sum_dot * scale if shift is None else sum_dot * scale + sum_dy * shift
+                d_weight = _reduce(rows.to_channels(each, spatial), weight)
+            d_scale, d_shift = sum_dot * rowed, sum_dy * rowed
+        if bias is not None and ctx.needs_input_grad[5]:
+            d_bias = _reduce(rows.to_channels(sum_dy, spatial), bias)
+        d_center = -sum_dy * applied
+        moments = Moments(mean, var, ctx.size)
+        if ctx.closed:
+            offset, slope, d_tensors = ctx.rule.gradient(moments, ctx.seen, tensors, scale, d_center, d_scale)
+        else:
+            offset, slope, d_tensors = _differentiate_rule(ctx, moments, d_center, d_scale, d_shift)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = passes.input_gradient(dy, x, rows, applied, offset, slope, mean)
+        d_tensors = tuple(
+            None if g is None else g.to(t.dtype) for g, t in zip(d_tensors, tensors, strict=True)
+        )
+        return (dx, None, None, None, d_weight, d_bias, *d_tensors)
+
+
+def _reduce(gradient: Tensor, like: Tensor) -> Tensor:  # [N, C] to [N, C] or [1, C]
+    if like.shape[0] == 1 and gradient.shape[0] != 1:
+        gradient = gradient.sum(0, keepdim=True)
+    return gradient.to(like.dtype)
+
+
+def _differentiate_rule(
+    ctx: Any, moments: Moments, d_center: Tensor, d_scale: Tensor, d_shift: Tensor
+) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+    """Gradient of a recorded rule; the graph is kept, so that backward can run again under ``retain_graph``."""
+    outputs, gradients = [], []
+    for out, g in zip(ctx.standard, (d_center, d_scale, d_shift), strict=True):
+        if out is not None and out.requires_grad:
+            outputs.append(out)
+            gradients.append(g.sum_to_size(out.shape).to(out.dtype))
+    wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
+    if not outputs or not wanted:
+        found: list[Tensor | None] = [None] * len(wanted)
+    else:
+        found = list(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
+    each = iter(found)
+    d_mean, d_var, *d_tensors = (next(each) if leaf.requires_grad else None for leaf in ctx.leaves)
+    size = moments.size
+    offset = None if d_mean is None else d_mean / size
+    slope = None if d_var is None else d_var * (2 / size)
+    return offset, slope, tuple(d_tensors)
+
+
+def _differentiate_plain(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, tensors: Sequence[Tensor]
+) -> tuple[Any, ...]:
+    inputs = (x, weight, bias, *tensors)
+    # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
+    views = tuple(None if t is None else t.view_as(t) for t in inputs)
+    x_, weight_, bias_, *tensors_ = views
+    assert x_ is not None
+    y, _ = _plain(x_, ctx.rule, ctx.rows, weight_, bias_, *(t for t in tensors_ if t is not None))
+    needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+    wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
+    dx, *rest = (next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
+    return (dx, None, None, None, *rest)
+
+
+class _SliceMoments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        mean, var = passes.moments(x, rows)
+        ctx.rows = rows
+        ctx.save_for_backward(x, mean)
+        return mean, var
+
+    @staticmethod
+    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Any:  # type: ignore[override]
+        x, mean = ctx.saved_tensors
+        rows = ctx.rows
+        if torch.is_grad_enabled():
+            view = x.view_as(x)
+            again = passes.plain_moments(view, rows)
+            wanted = [g.to(m.dtype) for g, m in zip((d_mean, d_var), again, strict=True)]
+            return torch.autograd.grad(again, view, wanted, create_graph=True)[0], None
+        size = prod(x.shape[2:])
+        offset, slope = d_mean / size, d_var * (2 / size)
+        return passes.input_gradient(None, x, rows, None, offset, slope, mean), None
+
+

@@ -1,0 +1,592 @@
+"""The module: parameters, buffers and checks around the engine. Arithmetic lives in the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import running
+from .._text import nearest, words
+from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
+from ..engine import StyleMoments, normalize, slice_moments
+from ..pools import Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
+from ..routing import branch_index, current, label_index
+from ..positional import normalize_positions
+from ..rules import Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
+from ..running import Policy, Track
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..calibrate import Observer
+    from ..engine import Rows
+
+__all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
+
+_RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
+_SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
+_CONDITIONS = ("label", "branch", "style")
+
+
+def parse_statistics(statistics: str | Pool | Statistics | Sequence[str | Pool]) -> Statistics:
+    """Statistics from a name, a pool, several pools (a mixture), or statistics themselves."""
+    if isinstance(statistics, Statistics):
+        return statistics
+    if isinstance(statistics, Pool):
+        return Single(statistics)
+    if isinstance(statistics, str):
+        if statistics == "renorm":
+            return Renorm()
+        if statistics == "positional":
+            return Positional()
+        if statistics.startswith("modes"):
+            inner = statistics[5:].strip("()") or "2"
+            if inner.isdigit():
+                return Modes(int(inner))
+        return Single(parse_pool(statistics))
+    return Mixture.of(tuple(statistics))
+
+
+class Norm(nn.Module):
+    """Any statistics with any affine map, over ``[N, C, *S]``.
+
+    Args:
+        num_features: the number of channels C.
+        statistics: which slices share a mean and a variance: ``"batch"``, ``"instance"``, ``"layer"``,
+            ``"group(32)"``, ``"batch_group(512)"``, several of them (a learned mixture), ``"modes(2)"``, ``"renorm"``,
+            or a :class:`normlab.Statistics` of your own.
+        affine: what follows: ``"none"``, ``"shared"``, ``"class"``, ``"branch"``, ``"sandwich"``, ``"style"``,
+            ``"sandwich_style"``, ``"predicted"``, or a sequence of terms. ``True`` and ``False`` as in ``torch.nn``.
+        num_classes: how many classes, for affine maps that have one for each.
+        branches: names of the branches. Pools over the batch then keep one set of running statistics for each, and a
+            sample's batch statistics come from the samples of its own branch only.
+        ghost: pools over the batch take statistics of this many samples at a time.
+        eps, momentum, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``. ``momentum=None`` is a
+            cumulative average.
+        init_std: class and branch weights start from a normal distribution of this deviation about one.
+        key_size: channels a key, for ``"predicted"``.
+
+    >>> import torch
+    >>> layer = Norm2d(8, statistics=("instance", "batch"), affine="sandwich", num_classes=10)
+    >>> layer(torch.randn(4, 8, 6, 6), torch.tensor([0, 3, 3, 9])).shape
+    torch.Size([4, 8, 6, 6])
+    """
+
+    _version = 1
+    dims: ClassVar[int | None] = None
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        statistics: str | Pool | Statistics | Sequence[str | Pool] = "batch",
+        affine: bool | str | Sequence[str] = "shared",
+        *,
+        num_classes: int | None = None,
+        branches: Sequence[str] | None = None,
+        ghost: int | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+        init_std: float = 0.0,
+        key_size: int = 16,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_features < 1:
+            raise ValueError(f"num_features is {num_features}; a layer needs at least one channel")
+        if eps < 0:
+            raise ValueError(f"eps is {eps}; it must not be negative")
+        if momentum is not None and not 0 <= momentum <= 1:
+            raise ValueError(
+                f"momentum is {momentum}; it is the share of the new batch, between 0 and 1 (or None for the average "
+                "of all batches)"
+            )
+        if num_classes is not None and num_classes < 1:
+            raise ValueError(f"num_classes is {num_classes}; there must be at least one class")
+        if branches is not None:
+            branches = _check_branches(branches)
+        statistics = parse_statistics(statistics)
+        if ghost is not None:
+            statistics = _with_ghost(statistics, ghost)
+        statistics.check(num_features)
+        self.num_features, self.num_classes, self.branches = num_features, num_classes, branches
+        self.statistics = statistics
+        self.affine_terms = parse_affine(affine, num_classes is not None, branches is not None)
+        self.eps, self.momentum, self.init_std, self.key_size = eps, momentum, init_std, key_size
+        self.policy = Policy()
+        self.process_group: ProcessGroup | None = None
+        self.observer: Observer | None = None
+        self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
+        self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
+        self._run_shape: tuple[int, ...] | None = None
+        per_branch = "branch" in self.affine_terms or self.track_running_stats
+        separated = branches is not None and (per_branch or any(p.over_batch for p in statistics.pools))
+        self.wants = frozenset(
+            name
+            for name, wanted in (
+                ("label", "class" in self.affine_terms),
+                ("branch", separated),
+                ("style", "style" in self.affine_terms),
+            )
+            if wanted
+        )
+        self._make_parameters(device, dtype)
+        self._make_buffers(device, dtype)
+
+    # --- construction -------------------------------------------------------------------------------------------
+
+    def _make_parameters(self, device: Any, dtype: torch.dtype | None) -> None:
+        made = {"device": device, "dtype": dtype}
+        c = self.num_features
+        if "shared" in self.affine_terms:
+            self.weight = nn.Parameter(torch.ones(c, **made))
+            self.bias = nn.Parameter(torch.zeros(c, **made))
+        else:
+            self.register_parameter("weight", None)
+            self.register_parameter("bias", None)
+        if "class" in self.affine_terms:
+            assert self.num_classes is not None
+            self.class_weight = nn.Parameter(torch.ones(self.num_classes, c, **made))
+            self.class_bias = nn.Parameter(torch.zeros(self.num_classes, c, **made))
+        if "branch" in self.affine_terms:
+            assert self.branches is not None
+            self.branch_weight = nn.ParameterDict({b: nn.Parameter(torch.ones(c, **made)) for b in self.branches})
+            self.branch_bias = nn.ParameterDict({b: nn.Parameter(torch.zeros(c, **made)) for b in self.branches})
+        learned = self.statistics.parameters(c)
+        self._learned = tuple(learned)
+        if "predicted" in self.affine_terms:
+            if isinstance(self.statistics, Positional) or any(p.kind == "run" for p in self.statistics.pools):
+                raise ValueError("a predicted affine map needs statistics of whole channels: instance, layer, group ...")
+            predictor = predictor_parameters(c, self.key_size)
+            self._predictor = tuple(predictor)
+            learned = {**learned, **predictor}
+        else:
+            self._predictor = ()
+        for name, value in learned.items():
+            value = value.to(device=device, dtype=dtype or torch.get_default_dtype())
+            if name == "radius":
+                self.register_buffer(name, value)
+            else:
+                self.register_parameter(name, nn.Parameter(value))
+        self._jitter()
+
+    def _jitter(self) -> None:
+        if not self.init_std:
+            return
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name == "class_weight" or name.startswith("branch_weight."):
+                    parameter.normal_(1, self.init_std)
+
+    def _make_buffers(self, device: Any, dtype: torch.dtype | None) -> None:
+        lead = () if self.branches is None else (len(self.branches),)
+        number = 0
+        self._buffers_of: list[tuple[str, str] | None] = []
+        for track in self._tracks:
+            if track is None or not self.track_running_stats:
+                self._buffers_of.append(None)
+                continue
+            number += 1
+            suffix = "" if number == 1 else f"_{number}"
+            names = (f"running_mean{suffix}", f"running_var{suffix}")
+            self.register_buffer(names[0], torch.zeros(*lead, *track.shape, device=device, dtype=dtype))
+            self.register_buffer(names[1], torch.ones(*lead, *track.shape, device=device, dtype=dtype))
+            self._buffers_of.append(names)
+        if number:
+            self.register_buffer("num_batches_tracked", torch.zeros(lead, dtype=torch.long, device=device))
+        else:
+            self.register_buffer("running_mean", None)
+            self.register_buffer("running_var", None)
+            self.register_buffer("num_batches_tracked", None)
+        if number and any(p.crosses_channels(self.num_features) for p in self.statistics.pools):
+            # Runs that cross channels mean other positions at another resolution: it travels with the statistics.
+            self.register_buffer("run_shape", torch.full((3,), -1, dtype=torch.long, device=device))
+
+    def reset_running_stats(self) -> None:
+        """Running statistics as they were at construction."""
+        for names in self._buffers_of:
+            if names is not None:
+                getattr(self, names[0]).zero_()
+                getattr(self, names[1]).fill_(1)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.zero_()  # type: ignore[operator]
+        self._set_run_shape(None)
+
+    def reset_parameters(self) -> None:
+        """Parameters and running statistics as they were at construction."""
+        self.reset_running_stats()
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name in ("weight", "class_weight") or name.startswith("branch_weight."):
+                    parameter.fill_(1)
+                elif name in ("bias", "class_bias") or name.startswith("branch_bias."):
+                    parameter.zero_()
+            fresh = self.statistics.parameters(self.num_features)
+            if self._predictor:
+                fresh |= predictor_parameters(self.num_features, self.key_size)
+            for name, value in fresh.items():
+                getattr(self, name).copy_(value)
+        self._jitter()
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, x: Tensor, condition: Any = None, *, label: Any = None, branch: Any = None, style: Any = None
+    ) -> Tensor:
+        """Normalize ``x``. ``condition`` is the layer's label, branch or style, whichever it takes first."""
+        self._check_input(x)
+        given = {"label": label, "branch": branch, "style": style}
+        if condition is not None:
+            given[self._first_condition()] = condition
+        if self.wants or any(v is not None for v in given.values()):
+            label, branch, style = self._conditions(given, x.shape[0])
+        return self._run(x, label, 0 if branch is None else branch, style)
+
+    def _run(
+        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        if isinstance(self.statistics, Positional):
+            return normalize_positions(x, *self._affine(label, branch, style, x), self.eps)
+        spatial = prod(x.shape[2:])
+        rows = rows_for(self.statistics.pools, self.num_features, spatial)
+        live_batch = self._uses_batch()
+        segments = self._segments(x, branch)
+        if live_batch:
+            self._check_counts(x, spatial, segments)
+        self._check_run_shape(x, live_batch)
+        plans = tuple(
+            Plan(pool, rows, s, self.process_group)
+            for pool, s in zip(self.statistics.pools, segments, strict=True)
+        )
+        rule = self.statistics.rule(self._sources(plans, rows, branch, live_batch))
+        tensors = (*self.statistics.tensors({n: getattr(self, n) for n in self._learned}), *extra)
+        weight, bias = self._affine(label, branch, style, x)
+        if self._predictor:
+            rule = Predicted(rule, rows, self.key_size)
+            ones = x.new_ones(1, 1) if weight is None else weight
+            zeros = x.new_zeros(1, 1) if bias is None else bias
+            tensors = (*tensors, ones, zeros, *(getattr(self, n) for n in self._predictor))
+            weight = bias = None
+        y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
+        if live_batch and x.shape[0]:
+            self._observe(seen, segments, x)
+        elif live_batch and self.process_group is not None:
+            self._observe(seen, segments, x)
+        return y
+
+    def _uses_batch(self) -> bool:
+        """Whether pools over the batch take the batch's statistics now."""
+        if not self.track_running_stats:
+            return True
+        forced = self.policy.normalize_with
+        return self.training if forced is None else forced == "batch"
+
+    def _segments(self, x: Tensor, branch: int | Tensor) -> tuple[Segments, ...]:
+        branches = 1 if self.branches is None else len(self.branches)
+        return tuple(
+            make_segments(x.shape[0], pool.ghost, branches, branch, x.device) if pool.over_batch else Segments()
+            for pool in self.statistics.pools
+        )
+
+    def _sources(self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources:
+        stored: list[tuple[Tensor, Tensor] | None] = []
+        for plan, names, track in zip(plans, self._buffers_of, self._tracks, strict=True):
+            if names is None or track is None:
+                stored.append(None)
+                continue
+            mean, var = (self._of_branch(getattr(self, n), branch) for n in names)  # [1 or N, *shape]
+            if len(track.shape) == 1:
+                spread = Plan(replace(plan.pool, over_batch=False, ghost=None), rows, Segments())
+                mean, var = spread.expand(mean), spread.expand(var)
+            stored.append((mean, var))
+        live = tuple(live_batch or not pool.over_batch for pool in self.statistics.pools)
+        batches = self.num_batches_tracked
+        if isinstance(batches, Tensor) and self.branches is not None:
+            batches = batches[branch] if isinstance(branch, int) else batches[branch].unsqueeze(1)
+        return Sources(plans, tuple(stored), live, batches, self.eps)  # type: ignore[arg-type]
+
+    def _of_branch(self, buffer: Tensor, branch: int | Tensor) -> Tensor:
+        if self.branches is None:
+            return buffer.unsqueeze(0)
+        return buffer[branch : branch + 1] if isinstance(branch, int) else buffer.index_select(0, branch)
+
+    def _affine(
+        self, label: Any, branch: int | Tensor, style: Any, x: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The effective weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``."""
+        terms: list[tuple[Tensor, Tensor]] = []
+        for term in self.affine_terms:
+            if term == "shared":
+                assert self.weight is not None and self.bias is not None
+                terms.append((self.weight, self.bias))
+            elif term == "class":
+                terms.append((select(self.class_weight, label), select(self.class_bias, label)))
+            elif term == "branch":
+                assert self.branches is not None
+                w = select_branch(self.branch_weight, self.branches, branch)  # type: ignore[arg-type]
+                b = select_branch(self.branch_bias, self.branches, branch)  # type: ignore[arg-type]
+                terms.append((w, b))
+            elif term == "style":
+                found = self._style(style, x)
+                terms.append((found.std, found.mean))
+        return compose(terms)
+
+    def _style(self, style: Any, x: Tensor | None) -> StyleMoments:
+        if not isinstance(style, StyleMoments):
+            moments = slice_moments(style)
+            style = StyleMoments(moments.mean, (moments.var + self.eps).sqrt())
+        if x is not None and style.mean.shape[0] not in (1, x.shape[0]):
+            raise ValueError(
+                f"the style has {style.mean.shape[0]} samples and the content {x.shape[0]}; "
+                "give one style for each, or one for all"
+            )
+        return style
+
+    # --- running statistics -------------------------------------------------------------------------------------
+
+    def _observe(self, seen: Sequence[Pooled | None], segments: Sequence[Segments], x: Tensor) -> None:
+        if not self.track_running_stats or not self.policy.update or running.in_backward():
+            return
+        if self.observer is not None:
+            self.observer(self, seen, segments)
+            return
+        tracked = [
+            (names, pooled, s, track.how)
+            for names, pooled, s, track in zip(self._buffers_of, seen, segments, self._tracks, strict=True)
+            if names is not None and pooled is not None and track is not None
+        ]
+        if not tracked:
+            return
+        branches = None if self.branches is None else len(self.branches)
+        batches = self.num_batches_tracked
+        assert isinstance(batches, Tensor)
+        ok = running.acceptable([t[1] for t in tracked], tracked[0][2], branches, self.policy.guard)
+        running.count_(batches, tracked[0][2], branches, ok)
+        for names, pooled, s, how in tracked:
+            mean, var = (getattr(self, n) for n in names)
+            running.update_(mean, var, batches, pooled, s, branches, self._share(), how, self.eps, ok)
+        self._set_run_shape(tuple(x.shape[2:]))
+
+    def _share(self) -> float | None:
+        average = isinstance(self.statistics, Mixture) and self.statistics.average == "batch"
+        return None if average else self.momentum
+
+    def _set_run_shape(self, shape: tuple[int, ...] | None) -> None:
+        stored = getattr(self, "run_shape", None)
+        if stored is None or shape == self._run_shape:
+            return
+        self._run_shape = shape
+        with torch.no_grad():
+            filled = (-1,) * 3 if shape is None else (*shape, *(-1,) * (3 - len(shape)))
+            for i, size in enumerate(filled):
+                stored[i] = size
+
+    def _check_run_shape(self, x: Tensor, live_batch: bool) -> None:
+        if self._run_shape is None or (live_batch and not self.policy.update):
+            return
+        if tuple(x.shape[2:]) != self._run_shape:
+            raise ValueError(
+                f"this layer tracked its groups at resolution {list(self._run_shape)} and was given "
+                f"{list(x.shape[2:])}; its {self._groups()} groups cross the borders of the {self.num_features} "
+                "channels, so they cover other positions now. Use a group number that divides the channels, keep the "
+                "resolution, or call reset_running_stats() and calibrate() at the new one"
+            )
+
+    def _groups(self) -> int:
+        return next(p.groups or 1 for p in self.statistics.pools if p.crosses_channels(self.num_features))
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def _check_input(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{type(self).__name__} takes a tensor; got {type(x).__name__}")
+        ranks = range(2, 100) if self.dims is None else _RANKS[self.dims]
+        if x.dim() not in ranks:
+            shape = "[N, C, *S]" if self.dims is None else _SHAPES[self.dims]
+            raise ValueError(
+                f"{type(self).__name__} takes {shape}; got {x.dim()} dimensions, {list(x.shape)}{self._rank_hint(x)}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"{type(self).__name__} takes floating-point input; got {x.dtype}; call x.float() first")
+        if x.shape[1] != self.num_features:
+            last = x.dim() > 2 and x.shape[-1] == self.num_features
+            hint = "; the channels seem to be last, call x.movedim(-1, 1)" if last else ""
+            raise ValueError(
+                f"{type(self).__name__} has {self.num_features} channels; got {x.shape[1]} in {list(x.shape)}{hint}"
+            )
+
+    def _rank_hint(self, x: Tensor) -> str:
+        if self.dims is None:
+            return ""
+        for dims, ranks in _RANKS.items():
+            if x.dim() in ranks:
+                return f"; use {type(self).__name__[:-2]}{dims}d for {_SHAPES[dims]}"
+        return "; add the batch dimension, x.unsqueeze(0)" if x.dim() + 1 in _RANKS[self.dims] else ""
+
+    def _check_counts(self, x: Tensor, spatial: int, segments: Sequence[Segments]) -> None:
+        """Refuse one value a statistic, where torch does and where a running variance would be undefined."""
+        if self.process_group is not None or not x.shape[0]:
+            return
+        alone = isinstance(self.statistics, Single)
+        for pool, s in zip(self.statistics.pools, segments, strict=True):
+            a_sample = self.num_features * spatial // pool.tracked(self.num_features)
+            if not pool.over_batch:
+                if alone and pool.kind == "channel" and a_sample <= 1:
+                    raise ValueError(
+                        f"instance norm of {list(x.shape)} has one value a statistic, so every output would be the "
+                        "bias; use layer, group or batch statistics here"
+                    )
+                continue
+            values = a_sample * (x.shape[0] if pool.ghost is None else min(pool.ghost, x.shape[0]))
+            if pool.ghost is not None and x.shape[0] % pool.ghost:
+                values = min(values, a_sample * (x.shape[0] % pool.ghost))
+            if isinstance(s.branch, Tensor) and x.device.type == "cpu" and not torch.compiler.is_compiling():
+                assert s.index is not None
+                members = torch.bincount(s.index)
+                values = a_sample * int(members[members > 0].min())
+            if values <= 1:
+                raise ValueError(
+                    f"expected more than 1 value per statistic when training; got {list(x.shape)} for "
+                    f"{pool} statistics. Use a larger batch, or statistics within each sample (group, layer, or "
+                    "a mixture without batch)"
+                )
+
+    def _first_condition(self) -> str:
+        for name in _CONDITIONS:
+            if name in self.wants:
+                return name
+        raise TypeError(
+            f"{type(self).__name__} takes no label, branch or style; call it with x alone, or use a conditional or "
+            "separated normalizer"
+        )
+
+    def _conditions(self, given: dict[str, Any], samples: int) -> tuple[Any, int | Tensor | None, Any]:
+        extra = [n for n, v in given.items() if v is not None and n not in self.wants]
+        if extra:
+            raise TypeError(f"{type(self).__name__} takes no {words(extra)}")
+        routed = current(self)
+        found = {n: v if v is not None else getattr(routed, n) for n, v in given.items()}
+        for name in self.wants:
+            if found[name] is None:
+                raise ValueError(
+                    f"{type(self).__name__} needs a {name}: call layer(x, {name}) or run the model inside "
+                    f"'with normlab.route(model, {name}=...)'"
+                    + (" (checkpointed blocks: pass context_fn=normlab.keep_route)" if running.in_backward() else "")
+                )
+        if "label" in self.wants:
+            assert self.num_classes is not None
+            found["label"] = label_index(found["label"], self.num_classes, samples)
+        if "branch" in self.wants:
+            assert self.branches is not None
+            found["branch"] = branch_index(found["branch"], self.branches, samples)
+        if "style" in self.wants:
+            self._check_style(found["style"])
+        return found["label"], found["branch"], found["style"]
+
+    def _check_style(self, style: Any) -> None:
+        if isinstance(style, StyleMoments):
+            shapes = {tuple(t.shape[1:]) for t in style}
+            if shapes != {(self.num_features,)}:
+                raise ValueError(f"style moments must be [N, {self.num_features}] each; got {list(style.mean.shape)}")
+            return
+        if not isinstance(style, Tensor):
+            raise TypeError(f"the style is features [N, C, *S] or StyleMoments; got {type(style).__name__}")
+        if style.dim() < 3 or style.shape[1] != self.num_features:
+            raise ValueError(
+                f"the style has shape {list(style.shape)}; expected features [N, {self.num_features}, *S] of the same "
+                "layer as the content"
+            )
+
+    # --- state dicts --------------------------------------------------------------------------------------------
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        # What the layer can take over from plain batch norm is completed in place, so torch's strict check sees it.
+        from ..adopt import complete_state
+
+        complete_state(self, state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        stored = getattr(self, "run_shape", None)
+        if stored is not None:
+            found = tuple(int(s) for s in stored.tolist() if s >= 0)
+            self._run_shape = found or None
+
+    # --- words --------------------------------------------------------------------------------------------------
+
+    def extra_repr(self) -> str:
+        terms = "+".join(self.affine_terms) or "none"
+        parts = [str(self.num_features), f"statistics={self.statistics.label}", f"affine={terms}"]
+        if self.num_classes is not None:
+            parts.append(f"num_classes={self.num_classes}")
+        if self.branches is not None:
+            parts.append(f"branches=({', '.join(self.branches)})")
+        parts.append(f"eps={self.eps:g}")
+        if any(p.over_batch for p in self.statistics.pools):
+            parts.append(f"momentum={self.momentum}")
+            if not self.track_running_stats:
+                parts.append("track_running_stats=False")
+        if self.process_group is not None:
+            parts.append("synchronized")
+        if self.policy != Policy():
+            parts.append(f"policy={self.policy}")
+        return ", ".join(parts)
+
+
+def _check_branches(branches: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(branches, str) or not all(isinstance(b, str) for b in branches):
+        raise TypeError(f'branches are names, such as ("main", "aux"); got {branches!r}')
+    names = tuple(branches)
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"branches need different names, at least one; got {names}")
+    bad = [b for b in names if not b.isidentifier() or hasattr(nn.ParameterDict, b)]
+    if bad:
+        raise ValueError(f"branch names are plain words (letters, digits, underscores); got {words(bad)}")
+    return names
+
+
+def _with_ghost(statistics: Statistics, ghost: int) -> Statistics:
+    if isinstance(statistics, Single):
+        return replace(statistics, pool=replace(statistics.pool, ghost=ghost))
+    if isinstance(statistics, Mixture):
+        if not any(p.over_batch for p in statistics.members):
+            raise ValueError(f"ghost={ghost} needs a pool over the batch; {statistics.label} has none")
+        members = tuple(replace(p, ghost=ghost) if p.over_batch else p for p in statistics.members)
+        return replace(statistics, members=members)
+    if isinstance(statistics, (Renorm, Modes)):
+        if ghost < 1:
+            raise ValueError(f"ghost is {ghost} samples a statistic; it must be at least 1")
+        return replace(statistics, ghost=ghost)
+    raise ValueError(
+        f"{type(statistics).__name__} does not take ghost=...; give its pools a ghost size, as in 'batch/ghost=4'"
+    )
+
+
+class Norm1d(Norm):
+    """:class:`Norm` over ``[N, C]`` or ``[N, C, L]``."""
+
+    dims = 1
+
+
+class Norm2d(Norm):
+    """:class:`Norm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class Norm3d(Norm):
+    """:class:`Norm` over ``[N, C, T, H, W]``."""
+
+    dims = 3

@@ -1,0 +1,281 @@
+"""Pools: which rows share one mean and one variance.
+
+A pool is *over the batch or not* times *how many channel groups*. :class:`Pool` says which; :class:`Plan` carries it
+out for one call: sums over each pool's rows and the way back to the rows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._text import nearest
+from .distributed import gather_statistics, sum_over_ranks
+from .engine import Moments, Rows, rows_of_runs, run_ends
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Plan", "Pool", "Pooled", "Segments", "batch", "batch_group", "group", "instance", "layer", "parse_pool"]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Rows that share one mean and one variance.
+
+    ``kind`` is ``"channel"`` (one statistic a channel), ``"group"`` (channel groups of equal number) or ``"run"``
+    (batch group norm: runs of the merged channel and space axis). ``ghost`` limits a pool over the batch to that many
+    samples at a time, as that many samples on each of several workers would.
+    """
+
+    kind: str
+    over_batch: bool
+    groups: int | None = None
+    ghost: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.groups is not None and self.groups < 1:
+            raise ValueError(f"the number of groups is {self.groups}; it must be at least 1")
+        if self.ghost is not None and self.ghost < 1:
+            raise ValueError(f"ghost is {self.ghost} samples a statistic; it must be at least 1")
+        if self.ghost is not None and not self.over_batch:
+            raise ValueError(f"ghost={self.ghost} needs a pool over the batch; {self.name!r} is not one")
+
+    @property
+    def name(self) -> str:
+        if self.kind == "run":
+            return f"batch_group({self.groups})"
+        if self.kind == "channel":
+            return "batch" if self.over_batch else "instance"
+        if self.over_batch:
+            return f"batch_channels({self.groups})"
+        return "layer" if self.groups == 1 else f"group({self.groups})"
+
+    def __str__(self) -> str:
+        return self.name if self.ghost is None else f"{self.name}/ghost={self.ghost}"
+
+    def check(self, channels: int) -> None:
+        """Raise where this pool cannot serve that many channels."""
+        if self.kind == "group" and channels % (self.groups or 1):
+            divisors = [d for d in range(1, channels + 1) if channels % d == 0]
+            raise ValueError(
+                f"{channels} channels do not split into {self.groups} equal groups; "
+                f"use one of {divisors} as the number of groups"
+            )
+
+    def tracked(self, channels: int) -> int:
+        """How many running statistics a pool over the batch keeps."""
+        return channels if self.kind == "channel" else (self.groups or 1)
+
+    def crosses_channels(self, channels: int) -> bool:
+        """Whether what a group covers depends on the resolution (groups that are not whole channels)."""
+        return self.kind == "run" and channels % (self.groups or 1) != 0
+
+
+instance = Pool("channel", False)
+layer = Pool("group", False, 1)
+batch = Pool("channel", True)
+
+
+def group(groups: int) -> Pool:
+    """Channel groups within each sample (group norm)."""
+    return Pool("group", False, groups)
+
+
+def batch_group(groups: int, ghost: int | None = None) -> Pool:
+    """Runs of the merged channel and space axis over the batch (batch group norm)."""
+    return Pool("run", True, groups, ghost)
+
+
+_NAMES = ("instance", "layer", "batch", "group", "batch_group", "batch_channels")
+
+
+def parse_pool(pool: str | Pool) -> Pool:
+    """A pool, or its name: ``instance``, ``layer``, ``batch``, ``group(32)``, ``batch_group(512)``; ``/ghost=4``."""
+    if isinstance(pool, Pool):
+        return pool
+    found = re.fullmatch(r"(\w+?)(?:\((\d+)\))?(?:/ghost=(\d+))?", pool.strip())
+    name, number, ghost = found.groups() if found else (pool, None, None)
+    plain = {"instance": instance, "layer": layer, "batch": batch}
+    numbered = {
+        "group": ("group", False),
+        "batch_group": ("run", True),
+        "batch_channels": ("group", True),
+    }
+    if name in plain and number is None:
+        made = plain[name]
+    elif name in numbered and number is not None:
+        made = Pool(*numbered[name], int(number))
+    elif name in numbered:
+        raise ValueError(f"pool {pool!r} needs its number of groups, as in '{name}(32)'")
+    else:
+        raise ValueError(f"there is no pool {pool!r}; {nearest(name, _NAMES)}")
+    return made if ghost is None else replace(made, ghost=int(ghost))
+
+
+class Segments(NamedTuple):
+    """Which samples of the batch are pooled together: one segment, or one for each branch and ghost batch."""
+
+    number: int = 1
+    index: Tensor | None = None  # [N], the segment of each sample; None: all in one
+    branch: int | Tensor = 0  # the branch of every segment: one for all, or [number]
+
+
+class Pooled(NamedTuple):
+    """A pool's statistics: ``[B, G]`` for pools over the batch (B segments), ``[N, G]`` otherwise."""
+
+    mean: Tensor
+    var: Tensor
+    count: float | Tensor  # elements in each statistic: one number, [B, 1] or [B, G]
+
+
+def make_segments(
+    samples: int, ghost: int | None, branches: int, branch: int | Tensor, device: torch.device
+) -> Segments:
+    """The segments of a batch. ``branch`` is one for all samples or ``[N]``."""
+    ghosts = 1 if ghost is None else max(1, -(-samples // ghost))
+    if isinstance(branch, int):
+        if ghosts == 1:
+            return Segments(branch=branch)
+        assert ghost is not None
+        return Segments(ghosts, torch.arange(samples, device=device) // ghost, branch)
+    if ghosts == 1:
+        return Segments(branches, branch, torch.arange(branches, device=device))
+    assert ghost is not None
+    # Each branch's own samples, in order, are cut into ghost batches.
+    member = torch.nn.functional.one_hot(branch, branches)
+    rank = (member.cumsum(0).gather(1, branch.unsqueeze(1)) - 1).squeeze(1)
+    of_segment = torch.arange(branches, device=device).repeat_interleave(ghosts)
+    return Segments(branches * ghosts, branch * ghosts + rank // ghost, of_segment)
+
+
+class Plan:
+    """A pool carried out on ``[N, R]``: sums over pools and the way back to rows.
+
+    ``average`` of a tensor on rows is self-adjoint up to the number of elements, so forward and backward share it.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        rows: Rows,
+        segments: Segments,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self.pool, self.rows = pool, rows
+        self.counts = _rows_a_group(pool, rows) if rows.cuts else ()
+        self.segments = segments if pool.over_batch else Segments()
+        self.process_group = process_group if pool.over_batch else None
+        self.groups = pool.tracked(rows.channels)
+        self.trivial = not pool.over_batch and self.groups == rows.number
+
+    # Sums over pools. ``t`` is [N, R].
+
+    def sum(self, t: Tensor) -> Tensor:  # [B, G] or [N, G], of this process alone
+        n = t.shape[0]
+        if self.counts:
+            t = t.new_zeros(n, self.groups).index_add(1, _group_of(self.counts, t.device), t)
+            return self._sum_batch(t)
+        if self.pool.over_batch and self.segments.index is None:
+            if self.groups == t.shape[1]:
+                return t.sum(0, keepdim=True)
+            return t.reshape(n, self.groups, -1).sum((0, 2)).unsqueeze(0)
+        if self.groups != t.shape[1]:
+            t = t.reshape(n, self.groups, -1).sum(2)
+        return self._sum_batch(t)
+
+    def _sum_batch(self, t: Tensor) -> Tensor:  # [N, G] to [B, G]
+        if not self.pool.over_batch:
+            return t
+        if self.segments.index is None:
+            return t.sum(0, keepdim=True)
+        return t.new_zeros(self.segments.number, t.shape[1]).index_add(0, self.segments.index, t)
+
+    def expand(self, p: Tensor) -> Tensor:
+        """``[B, G]`` or ``[N, G]`` to what broadcasts against ``[N, R]``."""
+        if self.pool.over_batch and self.segments.index is not None:
+            p = p.index_select(0, self.segments.index)
+        if p.shape[1] == 1 or p.shape[1] == self.rows.number:
+            return p
+        if self.counts:
+            return p.index_select(1, _group_of(self.counts, p.device))
+        return p.unsqueeze(2).expand(-1, -1, self.rows.number // self.groups).reshape(p.shape[0], -1)
+
+    def elements(self, moments: Moments) -> float | Tensor:
+        """Elements in each statistic of this process: one number where all are alike, else ``[B, 1]`` or ``[B, G]``."""
+        n = moments.mean.shape[0]
+        if isinstance(moments.size, Tensor):
+            size = moments.size.to(moments.mean.dtype).expand(n, -1)
+            return self.sum(size)
+        a_sample = moments.size * (self.rows.number // self.groups)
+        if not self.pool.over_batch:
+            return a_sample
+        if self.segments.index is None:
+            return a_sample * n
+        members = torch.bincount(self.segments.index, minlength=self.segments.number)
+        return (members * a_sample).unsqueeze(1).to(moments.mean.dtype)
+
+    def statistics(self, moments: Moments) -> Pooled:
+        """Mean and variance of every pool, of all processes where the pool is synchronized."""
+        if self.trivial:
+            return Pooled(moments.mean, moments.var, moments.size)
+        count = self.elements(moments)
+        if isinstance(moments.size, Tensor):
+            share = self.expand(1 / _at_least_one(count)) * moments.size
+        else:
+            share = moments.size / _at_least_one(count)
+            share = self.expand(share) if isinstance(share, Tensor) else share
+        mean = self.sum(moments.mean * share)
+        var = self.sum(torch.addcmul(moments.var, d := moments.mean - self.expand(mean), d) * share)
+        if self.process_group is None:
+            return Pooled(mean, var, count)
+        return Pooled(*gather_statistics(mean, var, count, self.process_group))
+
+    def adjoint(self, d_mean: Tensor, d_var: Tensor, pooled: Pooled, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """From gradients at the rows of this pool's statistics to ``(offset, slope / 2)`` of ``dx`` for every row."""
+        if self.trivial:
+            return d_mean / pooled.count, d_var / pooled.count
+        total = torch.stack((self.sum(d_mean), self.sum(d_var)))
+        if self.process_group is not None:
+            total = sum_over_ranks(total, self.process_group)
+        total = total / _at_least_one(pooled.count)
+        offset, half = self.expand(total[0]), self.expand(total[1])
+        return torch.addcmul(offset, mean - self.expand(pooled.mean), half, value=2), half
+
+
+def _at_least_one(count: float | Tensor) -> float | Tensor:
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+
+
+@lru_cache(maxsize=64)
+def _rows_a_group(pool: Pool, rows: Rows) -> tuple[int, ...]:
+    """How many rows of unequal length each group of a pool has."""
+    whole = rows.cuts[-1]
+    ends = run_ends(whole, pool.tracked(rows.channels))
+    place = [rows.cuts.index(end) + 1 for end in ends]
+    return tuple(b - a for a, b in zip((0, *place[:-1]), place, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _group_of(counts: tuple[int, ...], device: torch.device) -> Tensor:  # [R]
+    return torch.repeat_interleave(
+        torch.arange(len(counts), device=device), torch.tensor(counts, device=device)
+    )
+
+
+def rows_for(pools: tuple[Pool, ...], channels: int, spatial: int) -> Rows:
+    """The rows that serve every one of ``pools``."""
+    groups = tuple(p.groups or 1 for p in pools if p.kind == "run")
+    if not groups:
+        return Rows(channels)
+    if max(groups) > channels * spatial:
+        raise ValueError(
+            f"{max(groups)} groups do not fit the {channels * spatial} values of a sample "
+            f"({channels} channels of {spatial}); use at most that many"
+        )
+    return rows_of_runs(channels, spatial, groups)

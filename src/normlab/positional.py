@@ -1,0 +1,96 @@
+"""Positional norm: statistics over the channels at each position.
+
+Outside the engine's contract, because its coefficients vary over space; the affine map is the engine's. Only ``x`` is
+saved for backward: the statistics, one pair a position, are computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import _must_trace, _reduce
+
+__all__ = ["normalize_positions"]
+
+
+def normalize_positions(
+    x: Tensor,  # [N, C, *S]
+    weight: Tensor | None,  # [C], [1, C] or [N, C]
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Standardize over C at each position, then apply the affine map."""
+    weight = weight.unsqueeze(0) if weight is not None and weight.dim() == 1 else weight
+    bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
+    if _must_trace(x):
+        return _plain(x, weight, bias, eps)
+    return _Positional.apply(x, weight, bias, eps)
+
+
+def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    var, mean = torch.var_mean(wide, 1, correction=0, keepdim=True)
+    y = (wide - mean) * torch.rsqrt(var + eps)
+    if weight is not None:
+        y = y * _place(weight, x)
+    if bias is not None:
+        y = y + _place(bias, x)
+    return y.to(x.dtype)
+
+
+def _place(t: Tensor, x: Tensor) -> Tensor:
+    return t.reshape(t.shape + (1,) * (x.dim() - 2))
+
+
+def _standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The standardized input and the reciprocal deviation of each position; channels last takes torch's layer norm."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    last = wide.movedim(1, -1)
+    if last.is_contiguous():
+        out, _, reciprocal = torch.native_layer_norm(last, [x.shape[1]], None, None, eps)
+        return out.movedim(-1, 1), reciprocal.movedim(-1, 1)
+    centered = wide - wide.mean(1, keepdim=True)
+    reciprocal = torch.rsqrt(centered.square().mean(1, keepdim=True) + eps)
+    return centered.mul_(reciprocal), reciprocal
+
+
+class _Positional(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.eps = eps
+        y, _ = _standardize(x, eps)
+        if weight is not None:
+            y.mul_(_place(weight, x))
+        if bias is not None:
+            y.add_(_place(bias, x))
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            views = tuple(None if t is None else t.view_as(t) for t in (x, weight, bias))
+            wanted = [v for v, n in zip(views, ctx.needs_input_grad[:3], strict=True) if n and v is not None]
+            y = _plain(*views, ctx.eps)  # type: ignore[arg-type]
+            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            needs = zip(views, ctx.needs_input_grad[:3], strict=True)
+            return (*(next(found) if n and v is not None else None for v, n in needs), None)
+        standard, reciprocal = _standardize(x, ctx.eps)
+        g = dy.to(standard.dtype)
+        d_weight = d_bias = dx = None
+        space = tuple(range(2, x.dim()))
+        if ctx.needs_input_grad[1]:
+            product = g * standard
+            d_weight = _reduce(product.sum(space) if space else product, weight)
+        if ctx.needs_input_grad[2]:
+            d_bias = _reduce(g.sum(space) if space else g, bias)
+        if ctx.needs_input_grad[0]:
+            if weight is not None:
+                g = g * _place(weight, x)
+            along = (g * standard).mean(1, keepdim=True)
+            dx = (g - g.mean(1, keepdim=True)).sub_(standard.mul_(along)).mul_(reciprocal).to(x.dtype)
+        return dx, d_weight, d_bias, None

@@ -1,0 +1,496 @@
+"""Statistics: from the moments of the rows to what standardizes them.
+
+A :class:`Statistics` names the pools it needs and combines their means and variances; it is a value (hashable, no
+parameters of its own) that a module instantiates. The papers' rules are here; a user's own rule is a subclass with
+``pools`` and ``combine`` and gets running statistics, ghost batches, branches and synchronization with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from . import pools as _pools
+from .distributed import gather_statistics
+from .engine import Coefficients, Moments, Rule
+from .pools import Plan, Pool, Pooled, parse_pool
+from .running import Track
+from .sparse import sparsestmax
+
+__all__ = ["Kalman", "Mixture", "Modes", "Positional", "Renorm", "Single", "Sources", "Statistics"]
+
+
+class Sources(NamedTuple):
+    """What a call offers to a rule."""
+
+    plans: tuple[Plan, ...]  # one a pool: statistics of this batch
+    running: tuple[tuple[Tensor, Tensor] | None, ...]  # one a pool: running (mean, var), [1 or N, R]; None: untracked
+    live: tuple[bool, ...]  # whether each pool takes the batch's statistics or the running ones
+    batches: Tensor | None  # how many batches were tracked: [] or [N, 1]
+    eps: float
+
+
+class Statistics:
+    """Base of all statistics; also of a user's own.
+
+    ``pools`` are the pools wanted; ``combine`` turns their means and variances, each broadcasting against ``[N, R]``,
+    into coefficients. ``parameters`` may add learned tensors, which ``combine`` then receives by position.
+    """
+
+    pools: tuple[Pool, ...] = ()
+
+    def check(self, channels: int) -> None:
+        """Raise where these statistics cannot serve that many channels."""
+        for pool in self.pools:
+            pool.check(channels)
+
+    def parameters(self, channels: int) -> dict[str, Tensor]:
+        """Initial values of the learned tensors, by name."""
+        return {}
+
+    def tracks(self, channels: int) -> tuple[Track | None, ...]:
+        """What each pool keeps running; None for pools within a sample."""
+        return tuple(Track((p.tracked(channels),)) if p.over_batch else None for p in self.pools)
+
+    def tensors(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """What the rule receives, from the parameters."""
+        return tuple(p.values())
+
+    def combine(
+        self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float
+    ) -> Coefficients:
+        raise TypeError(f"{type(self).__name__} needs a combine(statistics, *tensors, eps) method")
+
+    def rule(self, sources: Sources) -> Rule:
+        return _Combined(self, sources)
+
+    @property
+    def label(self) -> str:
+        return type(self).__name__
+
+
+class _Combined:
+    """Any ``combine``, differentiated by autograd."""
+
+    def __init__(self, statistics: Statistics, sources: Sources) -> None:
+        self.statistics, self.sources = statistics, sources
+
+    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+        seen: list[Pooled | None] = []
+        found: list[tuple[Tensor, Tensor]] = []
+        for plan, running, live in zip(self.sources.plans, self.sources.running, self.sources.live, strict=True):
+            if live:
+                pooled = plan.statistics(moments)
+                seen.append(pooled)
+                found.append((plan.expand(pooled.mean), plan.expand(pooled.var)))
+            else:
+                assert running is not None
+                seen.append(None)
+                found.append((running[0].to(moments.mean.dtype), running[1].to(moments.mean.dtype)))
+        return self.statistics.combine(found, *tensors, eps=self.sources.eps), seen
+
+
+@dataclass(frozen=True)
+class Single(Statistics):
+    """One pool: batch, instance, layer, group, batch group norm.
+
+    ``example_weight`` mixes the example's own statistics into the running ones at evaluation, first and second moments
+    alike (Summers and Dinneen, "Four things everyone should know to improve batch normalization").
+    """
+
+    pool: Pool
+    example_weight: float = 0.0
+    total: bool = False  # running variance with the drift of the mean
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.example_weight <= 1:
+            raise ValueError(f"example_weight is {self.example_weight}; it must lie between 0 and 1")
+        if self.example_weight and self.pool.kind == "run":
+            raise ValueError("example_weight needs groups of whole channels; use ghost batch group norm")
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
+        return (self.pool,)
+
+    @property
+    def label(self) -> str:
+        return str(self.pool)
+
+    def tracks(self, channels: int) -> tuple[Track | None, ...]:
+        if self.total:
+            return (Track((self.pool.tracked(channels),), "total"),)
+        return super().tracks(channels)
+
+    def rule(self, sources: Sources) -> Rule:
+        if self.example_weight and not sources.live[0]:
+            return _WithExample(self, sources)
+        return _Mix(sources, mixed=False)
+
+
+class _WithExample:
+    def __init__(self, statistics: Single, sources: Sources) -> None:
+        plan = sources.plans[0]
+        own = replace(plan.pool, over_batch=False, ghost=None)
+        self.own = Plan(own, plan.rows, plan.segments)
+        self.weight, self.sources = statistics.example_weight, sources
+
+    def __call__(self, moments: Moments) -> tuple[Coefficients, list[None]]:
+        running = self.sources.running[0]
+        assert running is not None
+        mean, var = (r.to(moments.mean.dtype) for r in running)
+        own_mean, own_var = (self.own.expand(t) for t in self.own.statistics(moments)[:2])
+        w = self.weight
+        var = (1 - w) * var + w * own_var + w * (1 - w) * (own_mean - mean).square()
+        return Coefficients(torch.lerp(mean, own_mean, w), torch.rsqrt(var + self.sources.eps)), [None]
+
+
+class _Mix:
+    """A weighted sum of pools' means and of their variances, with its gradient in closed form.
+
+    The gradient is that of Switchable Normalization's appendix, written with each pool's averaging operator P, which is
+    its own adjoint: with M and S the gradients at ``center`` and at the variance, a pool of weights w, w' adds
+    ``P(w M) + 2 (mean - mu) P(w' S)`` to the offset of dx and ``2 P(w' S)`` to its slope.
+    """
+
+    def __init__(self, sources: Sources, mixed: bool) -> None:
+        self.sources, self.mixed = sources, mixed
+
+    def __call__(self, moments: Moments, *weights: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+        seen: list[Pooled | None] = []
+        center = var = None
+        for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True)):
+            if live:
+                pooled = plan.statistics(moments)
+                seen.append(pooled)
+                m, v = plan.expand(pooled.mean), plan.expand(pooled.var)
+            else:
+                seen.append(None)
+                m, v = self._running(k, moments)
+            if self.mixed:
+                m, v = m * weights[0][k], v * weights[1][k]
+            center = m if center is None else center + m
+            var = v if var is None else var + v
+        assert center is not None and var is not None
+        return Coefficients(center, torch.rsqrt(var + self.sources.eps)), seen
+
+    def _running(self, k: int, moments: Moments) -> tuple[Tensor, Tensor]:
+        running = self.sources.running[k]
+        assert running is not None
+        return running[0].to(moments.mean.dtype), running[1].to(moments.mean.dtype)
+
+    def gradient(
+        self,
+        moments: Moments,
+        seen: list[Pooled | None],
+        tensors: Sequence[Tensor],
+        scale: Tensor,
+        d_center: Tensor,
+        d_scale: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+        d_var = d_scale * scale.pow(3).mul_(-0.5)
+        offset = half = None
+        d_weights: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for k, (plan, pooled) in enumerate(zip(self.sources.plans, seen, strict=True)):
+            m_k, v_k = d_center, d_var
+            if self.mixed:
+                if pooled is None:
+                    mean, var = self._running(k, moments)
+                else:
+                    mean, var = plan.expand(pooled.mean), plan.expand(pooled.var)
+                d_weights[0].append((d_center * mean).sum_to_size(tensors[0][k].shape))
+                d_weights[1].append((d_var * var).sum_to_size(tensors[1][k].shape))
+                m_k, v_k = d_center * tensors[0][k], d_var * tensors[1][k]
+            if pooled is not None:
+                o, h = plan.adjoint(m_k, v_k, pooled, moments.mean)
+                offset = o if offset is None else offset + o
+                half = h if half is None else half + h
+        slope = None if half is None else half * 2
+        found = tuple(torch.stack(d) for d in d_weights) if self.mixed else ()
+        return offset, slope, found
+
+
+_ONE_HOT = 16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
+
+
+@dataclass(frozen=True)
+class Mixture(Statistics):
+    """Switchable normalization: learned weights over any set of pools, one set for means and one for variances.
+
+    ``groups`` channel groups have weights of their own (group SN). ``weighting`` is ``"softmax"`` or ``"sparsestmax"``,
+    which reaches one-hot weights as its radius grows (sparse SN).
+    """
+
+    members: tuple[Pool, ...]
+    groups: int = 1
+    weighting: str = "softmax"
+    average: str = "moving"
+
+    def __post_init__(self) -> None:
+        if not self.members:
+            raise ValueError("a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')")
+        if len({str(p) for p in self.members}) != len(self.members):
+            raise ValueError(f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}")
+        if self.groups < 1:
+            raise ValueError(f"groups is {self.groups}; it must be at least 1")
+
+    @classmethod
+    def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
+        return cls(tuple(parse_pool(p) for p in pools), **options)
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
+        return self.members
+
+    @property
+    def label(self) -> str:
+        return "+".join(map(str, self.members))
+
+    def check(self, channels: int) -> None:
+        super().check(channels)
+        if channels % self.groups:
+            raise ValueError(f"{channels} channels do not split into {self.groups} groups of weights")
+
+    def tracks(self, channels: int) -> tuple[Track | None, ...]:
+        how = "unbiased" if self.average == "moving" else "total"
+        return tuple(Track((p.tracked(channels),), how) if p.over_batch else None for p in self.pools)
+
+    def parameters(self, channels: int) -> dict[str, Tensor]:
+        shape = (len(self.members),) if self.groups == 1 else (len(self.members), self.groups)
+        values = {"mean_weight": torch.ones(shape), "var_weight": torch.ones(shape)}
+        if self.weighting == "sparsestmax":
+            values["radius"] = torch.zeros(())  # a buffer: grows on a schedule, is not learned
+        return values
+
+    def weights(self, p: Mapping[str, Tensor]) -> Tensor:  # [2, K] or [2, K, groups]
+        """The importance weights of means and of variances."""
+        logits = torch.stack((p["mean_weight"], p["var_weight"]))
+        if self.weighting == "sparsestmax":
+            return sparsestmax(logits, p["radius"], dim=1)
+        return torch.softmax(logits, 1)
+
+    def one_hot_logits(self, k: int) -> Tensor:
+        """Logits that put all the weight on pool ``k``."""
+        logits = torch.zeros(len(self.members))
+        logits[k] = _ONE_HOT
+        return logits if self.groups == 1 else logits.unsqueeze(1).repeat(1, self.groups)
+
+    def tensors(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self.weights(p).unbind(0))
+
+    def rule(self, sources: Sources) -> Rule:
+        mix = _Mix(sources, mixed=True)
+        return mix if self.groups == 1 else _GroupedMix(mix, self.groups)
+
+
+class _GroupedMix:
+    """Weights ``[K, groups]`` repeated over the rows of each channel group, then a mix as any other."""
+
+    def __init__(self, mix: _Mix, groups: int) -> None:
+        self.mix, self.groups = mix, groups
+        self.per_group = Plan(_pools.group(groups), mix.sources.plans[0].rows, _pools.Segments())
+
+    def _expand(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:  # [K, groups] to [K, 1, R]
+        return tuple(self.per_group.expand(w).unsqueeze(1) for w in weights)
+
+    def __call__(self, moments: Moments, *weights: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+        return self.mix(moments, *self._expand(weights))
+
+    def gradient(
+        self, moments: Moments, seen: Any, tensors: Sequence[Tensor], *given: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+        offset, slope, found = self.mix.gradient(moments, seen, self._expand(tensors), *given)
+        return offset, slope, tuple(self.per_group.sum(d.squeeze(1)) for d in found if d is not None)
+
+
+@dataclass(frozen=True)
+class Positional(Statistics):
+    """Over the channels at each position: not a pool of rows, so the engine's contract does not hold it."""
+
+    @property
+    def label(self) -> str:
+        return "positional"
+
+
+@dataclass(frozen=True)
+class Renorm(Statistics):
+    """Batch renormalization: batch statistics corrected towards the running ones, within bounds that a schedule opens.
+
+    Until ``warmup`` batches it is batch norm exactly; then the bound of the ratio grows linearly to ``r_max`` at batch
+    ``r_steps`` and that of the shift to ``d_max`` at ``d_steps``. The correction carries no gradient.
+    """
+
+    r_max: float = 3.0
+    d_max: float = 5.0
+    warmup: int = 5000
+    r_steps: int = 40000
+    d_steps: int = 25000
+    ghost: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.r_max < 1 or self.d_max < 0:
+            raise ValueError(f"r_max must be at least 1 and d_max at least 0; got {self.r_max} and {self.d_max}")
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
+        return (replace(_pools.batch, ghost=self.ghost),)
+
+    @property
+    def label(self) -> str:
+        return "batch, corrected" if self.ghost is None else f"batch/ghost={self.ghost}, corrected"
+
+    def tracks(self, channels: int) -> tuple[Track | None, ...]:
+        return (Track((channels,), "deviation"),)
+
+    def bounds(self, batches: Tensor) -> tuple[Tensor, Tensor]:
+        """The bounds ``(r, d)`` after that many batches."""
+        done = batches - self.warmup
+        r = 1 + (self.r_max - 1) * (done / max(self.r_steps - self.warmup, 1)).clamp(0, 1)
+        return r, self.d_max * (done / max(self.d_steps - self.warmup, 1)).clamp(0, 1)
+
+    def rule(self, sources: Sources) -> Rule:
+        if not sources.live[0] or sources.running[0] is None:
+            return _Mix(sources, mixed=False)
+        return _Corrected(self, sources)
+
+
+class _Corrected:
+    def __init__(self, statistics: Renorm, sources: Sources) -> None:
+        self.statistics, self.sources = statistics, sources
+
+    def __call__(self, moments: Moments) -> tuple[Coefficients, list[Pooled | None]]:
+        plan, running, eps = self.sources.plans[0], self.sources.running[0], self.sources.eps
+        assert running is not None and self.sources.batches is not None
+        pooled = plan.statistics(moments)
+        mean, scale = plan.expand(pooled.mean), torch.rsqrt(plan.expand(pooled.var) + eps)
+        with torch.no_grad():
+            r_max, d_max = self.statistics.bounds(self.sources.batches.to(mean.dtype))
+            to_running = torch.rsqrt(running[1].to(mean.dtype) + eps)
+            r = torch.minimum(torch.maximum(to_running / scale, 1 / r_max), r_max)
+            d = ((mean - running[0].to(mean.dtype)) * to_running).clamp(-d_max, d_max)
+        return Coefficients(mean, scale * r, d), [pooled]
+
+
+@dataclass(frozen=True)
+class Modes(Statistics):
+    """Mode normalization: samples belong softly to ``number`` modes, each with statistics of its own."""
+
+    number: int = 2
+    ghost: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"num_modes is {self.number}; it must be at least 1")
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
+        return (replace(_pools.batch, ghost=self.ghost),)
+
+    @property
+    def label(self) -> str:
+        return f"{self.number} modes" if self.ghost is None else f"{self.number} modes/ghost={self.ghost}"
+
+    def parameters(self, channels: int) -> dict[str, Tensor]:
+        bound = channels**-0.5
+        return {
+            "gate_weight": 1 / self.number + 0.01 * torch.randn(self.number, channels),
+            "gate_bias": torch.empty(self.number).uniform_(-bound, bound),
+        }
+
+    def tracks(self, channels: int) -> tuple[Track | None, ...]:
+        return (Track((self.number, channels), "total"),)
+
+    def rule(self, sources: Sources) -> Rule:
+        return _Gated(self.number, sources)
+
+
+class _Gated:
+    def __init__(self, modes: int, sources: Sources) -> None:
+        self.modes, self.sources = modes, sources
+
+    def __call__(
+        self, moments: Moments, weight: Tensor, bias: Tensor
+    ) -> tuple[Coefficients, list[Pooled | None]]:
+        mean, var = moments.mean, moments.var
+        n, c = mean.shape
+        gates = torch.softmax(torch.nn.functional.linear(mean, weight, bias), 1)  # [N, K]
+        seen: Pooled | None = None
+        if self.sources.live[0]:
+            plan = self.sources.plans[0]
+            index, number = plan.segments.index, plan.segments.number
+            member = gates if index is None else (one_hot(index, number).unsqueeze(2) * gates.unsqueeze(1))
+            member = member.reshape(n, -1).t()  # [segments * K, N]
+            count = member.sum(1, keepdim=True)
+            share = member / count.clamp_min(torch.finfo(count.dtype).tiny)
+            mode_mean = share @ mean
+            spread = (mean.unsqueeze(0) - mode_mean.unsqueeze(1)).square() + var  # [segments * K, N, C]
+            mode_var = torch.einsum("kn,knc->kc", share, spread)
+            count = count * moments.size
+            if plan.process_group is not None:
+                mode_mean, mode_var, total = gather_statistics(mode_mean, mode_var, count, plan.process_group)
+                count = total[:, :1]
+            flat = (t.expand(-1, c).reshape(number, -1) for t in (mode_mean, mode_var, count))
+            seen = Pooled(*flat)
+            mode_mean, mode_var = (t.reshape(number, self.modes, c) for t in (mode_mean, mode_var))
+            if index is not None:
+                mode_mean, mode_var = mode_mean[index], mode_var[index]
+        else:
+            running = self.sources.running[0]
+            assert running is not None
+            mode_mean, mode_var = (r.to(mean.dtype).reshape(-1, self.modes, c) for r in running)
+        inverse = gates.unsqueeze(2) * torch.rsqrt(mode_var + self.sources.eps)  # [N, K, C]
+        scale = inverse.sum(1)
+        return Coefficients((inverse * mode_mean).sum(1) / scale, scale), [seen]
+
+
+@dataclass(frozen=True)
+class Kalman(Statistics):
+    """Batch Kalman normalization, diagonal form: batch statistics combined with those predicted from the layer before.
+
+    ``gain`` is the share of the prediction. Where the predicted variance is on average 100 times the batch's or more,
+    the batch's statistics are taken alone.
+    """
+
+    gain: float = 0.1
+    guard_ratio: float = 100.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gain <= 1:
+            raise ValueError(f"gain is {self.gain}; it is the share of the prediction, between 0 and 1")
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
+        return (_pools.batch,)
+
+    @property
+    def label(self) -> str:
+        return "batch, predicted"
+
+    def rule(self, sources: Sources) -> Rule:
+        if not sources.live[0]:
+            return _Mix(sources, mixed=False)
+        return _Predicted(self, sources)
+
+
+class _Predicted:
+    def __init__(self, statistics: Kalman, sources: Sources) -> None:
+        self.statistics, self.sources = statistics, sources
+
+    def __call__(self, moments: Moments, *prior: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+        plan, p = self.sources.plans[0], self.statistics.gain
+        pooled = plan.statistics(moments)
+        if prior:
+            prior_mean, prior_var = (t.reshape(1, -1) for t in prior)
+            mean = p * prior_mean + (1 - p) * pooled.mean
+            var = p * prior_var + (1 - p) * pooled.var + p * (1 - p) * (pooled.mean - prior_mean).square()
+            ratio = (prior_var / pooled.var.clamp_min(torch.finfo(var.dtype).tiny)).mean()
+            trust = ratio < self.statistics.guard_ratio
+            pooled = Pooled(
+                torch.where(trust, mean, pooled.mean), torch.where(trust, var, pooled.var), pooled.count
+            )
+        mean, var = plan.expand(pooled.mean), plan.expand(pooled.var)
+        return Coefficients(mean, torch.rsqrt(var + self.sources.eps)), [pooled]

@@ -1,0 +1,133 @@
+"""Running statistics: what is tracked, how it is updated, and who may say no.
+
+Which statistics normalize and whether the running ones move are two explicit things (:class:`Policy`), both scoped by
+:mod:`normlab.state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .pools import Pooled, Segments
+
+__all__ = ["Policy", "Track", "acceptable", "count_", "in_backward", "update_"]
+
+
+@dataclass(frozen=True)
+class Track:
+    """One pair of running statistics.
+
+    ``how`` the variance moves: ``"unbiased"`` as in ``torch.nn``; ``"total"`` the biased variance with the drift of the
+    mean added, so that it is the exponential average of ``E[x^2]`` less the squared average mean, without that
+    formula's cancellation; ``"deviation"`` the average of the standard deviation (batch renorm).
+    """
+
+    shape: tuple[int, ...]
+    how: str = "unbiased"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``normalize_with``: batch statistics in training and running ones in evaluation (None), or always one of them."""
+
+    normalize_with: str | None = None  # "batch", "running"
+    update: bool = True
+    guard: bool = False  # refuse a batch whose statistics are not finite
+
+
+def in_backward() -> bool:
+    """Whether this forward runs inside a backward pass: activation checkpointing recomputes, and must not count twice."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+@torch.no_grad()
+def acceptable(
+    seen: Sequence[Pooled], segments: Segments, branches: int | None, guard: bool
+) -> Tensor | None:
+    """Which branches may move, ``[1, 1]`` or ``[branches, 1]``; None where all may."""
+    ok = None
+    if guard:
+        ok = torch.stack([torch.isfinite(t).all() for pooled in seen for t in (pooled.mean, pooled.var)]).all()
+        ok = ok.reshape(1, 1)
+    count = seen[0].count
+    if isinstance(segments.branch, Tensor) or (isinstance(count, Tensor) and count.shape[0] == 1):
+        _, _, present = _average_segments(*seen[0], segments.branch, branches or 1)
+        present = present.any(1, keepdim=True)
+        ok = present if ok is None else present & ok
+    return ok
+
+
+@torch.no_grad()
+def count_(batches: Tensor, segments: Segments, branches: int | None, ok: Tensor | None) -> None:
+    """Count the batch for the branches that it moves."""
+    if branches is not None and isinstance(segments.branch, int):
+        batches = batches[segments.branch]
+    batches.add_(1 if ok is None else ok.reshape(batches.shape).long())
+
+
+@torch.no_grad()
+def update_(
+    mean: Tensor,  # [*branches, *shape], changed in place
+    var: Tensor,
+    batches: Tensor,  # [] or [branches], this batch counted
+    seen: Pooled,
+    segments: Segments,
+    branches: int | None,
+    momentum: float | None,
+    how: str,
+    eps: float,
+    ok: Tensor | None,
+) -> None:
+    """Move one pair of running statistics towards what a batch showed.
+
+    Ghost batches count as the workers they stand for: the average of their means and of their variances moves the
+    running statistics once. Branches without samples, and what ``ok`` refuses, change nothing.
+    """
+    seen_mean, seen_var, count = (t.detach() if isinstance(t, Tensor) else t for t in seen)
+    if how == "unbiased":
+        bessel = count / (count - 1).clamp_min(1) if isinstance(count, Tensor) else count / max(count - 1, 1)
+        seen_var = seen_var * bessel
+    of_branch = segments.branch
+    if isinstance(of_branch, Tensor) or seen_mean.shape[0] > 1:
+        number = 1 if isinstance(of_branch, int) else (branches or 1)
+        seen_mean, seen_var, _ = _average_segments(seen_mean, seen_var, count, of_branch, number)
+    if isinstance(of_branch, int) and branches is not None:
+        mean, var, batches = mean[of_branch], var[of_branch], batches[of_branch]
+    lead = seen_mean.shape[0]
+    mean, var = mean.view(lead, -1), var.view(lead, -1)
+    share: float | Tensor
+    share = batches.to(mean.dtype).clamp_min(1).reciprocal().reshape(-1, 1) if momentum is None else momentum
+    new_mean, new_var = seen_mean.to(mean.dtype), seen_var.to(var.dtype)
+    if how == "total":
+        new_var = new_var + (1 - share) * (seen_mean - mean).square().to(var.dtype)
+    if how == "deviation":
+        deviation = torch.lerp((var + eps).sqrt(), (new_var + eps).sqrt(), share)
+        moved_var = (deviation.square() - eps).clamp_min(0)
+    else:
+        moved_var = torch.lerp(var, new_var, share)
+    moved_mean = torch.lerp(mean, new_mean, share)
+    if ok is not None:
+        moved_mean, moved_var = torch.where(ok, moved_mean, mean), torch.where(ok, moved_var, var)
+    mean.copy_(moved_mean)
+    var.copy_(moved_var)
+
+
+def _average_segments(
+    mean: Tensor, var: Tensor, count: float | Tensor, of_branch: int | Tensor, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Segments ``[B, G]`` averaged into branches ``[number, G]``, weighted by their counts; and who is present."""
+    weight = torch.as_tensor(count, dtype=mean.dtype, device=mean.device).expand_as(mean)
+    if isinstance(of_branch, int):
+        of_branch = torch.zeros(mean.shape[0], dtype=torch.long, device=mean.device)
+    zero = mean.new_zeros(number, mean.shape[1])
+    total = zero.index_add(0, of_branch, weight)
+    share = total.clamp_min(1)
+    return (
+        zero.index_add(0, of_branch, mean * weight) / share,
+        zero.index_add(0, of_branch, var * weight) / share,
+        total > 0,
+    )
