@@ -28,13 +28,20 @@ class Route(NamedTuple):
     style: Any = None
 
 
+class _Scope(NamedTuple):
+    """All routes here and now, by layer, and those of the scope around; never changed in place."""
+
+    table: dict[int, Route]
+    outer: _Scope | None = None
+
+
 _NOTHING = Route()
-_routes: ContextVar[dict[int, Route]] = ContextVar("normlab_routes", default={})  # noqa: B039, never changed in place
+_scope: ContextVar[_Scope] = ContextVar("normlab_routes", default=_Scope({}))  # noqa: B039
 
 
 def current(layer: nn.Module) -> Route:
     """What is routed to ``layer`` here and now."""
-    return _routes.get().get(id(layer), _NOTHING)
+    return _scope.get().table.get(id(layer), _NOTHING)
 
 
 class route:
@@ -77,21 +84,24 @@ class route:
                 f"{type(model).__name__} has no {want}; convert it first, for example "
                 'convert(model, "auxiliary") for branches or convert(model, "sandwich", num_classes=10) for labels'
             )
-        self._tokens: list[Any] = []
 
     def __enter__(self) -> route:
-        table = dict(_routes.get())
+        outer = _scope.get()
+        table = dict(outer.table)
         for layer in self._layers:
             wants = layer.wants  # type: ignore[attr-defined]
-            mine = {k: v for k, v in self._given.items() if k in wants}
+            mine = {k: v for k, v in self._given.items() if k in wants}  # type: ignore[operator]
             table[id(layer)] = table.get(id(layer), _NOTHING)._replace(**mine)
-        self._tokens.append(_routes.set(table))
+        _scope.set(_Scope(table, outer))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _routes.reset(self._tokens.pop())
+        # The way back is in the context and not in this object, which several threads may have entered.
+        outer = _scope.get().outer
+        assert outer is not None
+        _scope.set(outer)
 
 
 def keep_route() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -99,16 +109,16 @@ def keep_route() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 
     ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=normlab.keep_route)``
     """
-    return nullcontext(), _restored(_routes.get())
+    return nullcontext(), _restored(_scope.get())
 
 
 @contextmanager
-def _restored(table: dict[int, Route]) -> Iterator[None]:
-    token = _routes.set(table)
+def _restored(scope: _Scope) -> Iterator[None]:
+    token = _scope.set(scope)
     try:
         yield
     finally:
-        _routes.reset(token)
+        _scope.reset(token)
 
 
 def label_index(label: Any, number: int, samples: int | None) -> int | Tensor:

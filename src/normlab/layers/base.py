@@ -248,7 +248,7 @@ class Norm(nn.Module):
         if condition is not None:
             given[self._first_condition()] = condition
         if self.wants or any(v is not None for v in given.values()):
-            label, branch, style = self._conditions(given, x.shape[0])
+            label, branch, style = self._conditions(given, x)
         return self._run(x, label, 0 if branch is None else branch, style)
 
     def _run(
@@ -469,7 +469,7 @@ class Norm(nn.Module):
             "separated normalizer"
         )
 
-    def _conditions(self, given: dict[str, Any], samples: int) -> tuple[Any, int | Tensor | None, Any]:
+    def _conditions(self, given: dict[str, Any], x: Tensor) -> tuple[Any, int | Tensor | None, Any]:
         extra = [n for n, v in given.items() if v is not None and n not in self.wants]
         if extra:
             raise TypeError(f"{type(self).__name__} takes no {words(extra)}")
@@ -484,10 +484,10 @@ class Norm(nn.Module):
                 )
         if "label" in self.wants:
             assert self.num_classes is not None
-            found["label"] = label_index(found["label"], self.num_classes, samples)
+            found["label"] = _beside(x, label_index(found["label"], self.num_classes, x.shape[0]))
         if "branch" in self.wants:
             assert self.branches is not None
-            found["branch"] = branch_index(found["branch"], self.branches, samples)
+            found["branch"] = _beside(x, branch_index(found["branch"], self.branches, x.shape[0]))
         if "style" in self.wants:
             self._check_style(found["style"])
         return found["label"], found["branch"], found["style"]
@@ -543,6 +543,10 @@ class Norm(nn.Module):
         if self.policy != Policy():
             parts.append(f"policy={self.policy}")
         return ", ".join(parts)
+
+
+def _beside(x: Tensor, index: int | Tensor) -> int | Tensor:
+    return index.to(x.device) if isinstance(index, Tensor) else index
 
 
 def _check_branches(branches: Sequence[str]) -> tuple[str, ...]:

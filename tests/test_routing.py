@@ -1,0 +1,371 @@
+"""Routing: every layer of a model learns its branch, label or style, and nothing else does."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import normlab
+from normlab import keep_route, route
+
+BRANCHES = ("main", "aux")
+
+
+def separated() -> nn.Sequential:
+    """Two separated layers, one of them deep inside, that start out different in each branch."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        normlab.AuxiliaryBatchNorm2d(8, BRANCHES),
+        nn.ReLU(),
+        nn.Sequential(nn.Sequential(normlab.SandwichAuxiliaryBatchNorm2d(8, BRANCHES))),
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1, 0.5)
+    return model
+
+
+def conditional() -> nn.Sequential:
+    """A separated layer and a conditional one."""
+    model = nn.Sequential(
+        normlab.AuxiliaryBatchNorm2d(3, BRANCHES), normlab.SandwichBatchNorm2d(3, num_classes=5)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1, 0.5)
+    return model
+
+
+def by_hand(model: nn.Sequential, x: Tensor, branch: object) -> Tensor:
+    """``separated()`` with the branch passed to each layer."""
+    x = model[1](model[0](x), branch)
+    return model[3][0][0](model[2](x), branch)  # type: ignore[index]
+
+
+def tracked(model: nn.Module) -> list[list[int]]:
+    """Batches tracked by each layer, for each branch."""
+    return [
+        m.get_buffer("num_batches_tracked").tolist() for m in model.modules() if isinstance(m, normlab.Norm)
+    ]
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(6, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "branch",
+    ["main", "aux", ["main", "aux", "aux", "main", "aux", "main"], torch.tensor([1, 1, 0, 0, 1, 0])],
+    ids=["main", "aux", "names", "indices"],
+)
+def test_reaches_every_layer_with_what_a_direct_call_gives(x, branch):
+    model = separated()
+    twin = copy.deepcopy(model)
+    expected = by_hand(twin, x, branch)
+    with route(model, branch=branch):
+        assert model(x).equal(expected)
+    assert tracked(model) == tracked(twin)
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        assert ours.equal(theirs)
+
+
+def test_the_other_branch_keeps_its_statistics_and_gets_no_gradient(x):
+    model = separated()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with route(model, branch="aux"):
+        model(x).square().sum().backward()
+    assert tracked(model) == [[0, 1], [0, 1]]
+    for name, value in model.state_dict().items():
+        if "running" in name:
+            assert value[0].equal(before[name][0])
+            assert not value[1].equal(before[name][1])
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert all(g is None for name, g in gradients.items() if name.endswith("main"))
+    assert all(g is not None for name, g in gradients.items() if name.endswith("aux"))
+
+
+def test_a_mixed_batch_normalizes_each_sample_within_its_own_branch(x):
+    layer = normlab.AuxiliaryBatchNorm2d(3, BRANCHES, affine=False)
+    names = ["main", "aux", "aux", "main", "aux", "aux"]
+    with route(layer, branch=names):
+        y = layer(x)
+    for i, name in enumerate(BRANCHES):
+        mine = torch.tensor([n == name for n in names])
+        alone = nn.BatchNorm2d(3, affine=False)
+        assert_close(y[mine], alone(x[mine]))
+        assert_close(layer.get_buffer("running_mean")[i], alone.running_mean)
+        assert_close(layer.get_buffer("running_var")[i], alone.running_var)
+    assert tracked(layer) == [[1, 1]]
+
+
+def test_a_mixed_batch_without_one_branch_leaves_that_branch_alone(x):
+    layer = normlab.AuxiliaryBatchNorm2d(3, ("main", "aux", "extra"))
+    before = layer.get_buffer("running_mean")[1].clone()
+    with route(layer, branch=torch.tensor([0, 0, 2, 2, 0, 2])):
+        layer(x)
+    assert tracked(layer) == [[1, 0, 1]]
+    assert layer.get_buffer("running_mean")[1].equal(before)
+
+
+def test_label_and_branch_reach_the_layers_that_want_them(x):
+    model = conditional()
+    label = torch.tensor([0, 4, 2, 2, 1, 0])
+    with route(model, branch="aux", label=label):
+        y = model(x)
+    assert_close(y, copy.deepcopy(model[1])(copy.deepcopy(model[0])(x, "aux"), label))
+
+
+def test_one_label_for_all_is_that_label_for_each(x):
+    layer = normlab.ConditionalBatchNorm2d(3, num_classes=5, init_std=0.5)
+    each = layer(x, torch.full((6,), 3))
+    for label in (3, torch.tensor(3)):
+        with route(layer, label=label):
+            assert_close(layer(x), each)
+
+
+def test_style_reaches_the_style_layer(x):
+    layer = normlab.AdaptiveInstanceNorm2d(3)
+    style = 2 + 3 * torch.randn(6, 3, 5, 5)
+    with route(layer, style=style):
+        y = layer(x)
+    assert_close(y.mean((2, 3)), style.mean((2, 3)), atol=1e-5, rtol=1e-4)
+    assert_close(y.std((2, 3), correction=0), style.std((2, 3), correction=0), atol=1e-4, rtol=1e-4)
+
+
+def test_inner_routes_replace_only_what_they_give_and_give_it_back(x):
+    model = conditional()
+
+    def expected(branch: str, label: int) -> Tensor:
+        twin = copy.deepcopy(model)
+        return twin[1](twin[0](x, branch), label)
+
+    def check(branch: str, label: int) -> None:
+        assert copy_run(model, x).equal(expected(branch, label))
+
+    def copy_run(model: nn.Module, x: Tensor) -> Tensor:
+        with normlab.no_update(model):
+            return model(x)
+
+    with route(model, branch="main", label=0):
+        check("main", 0)
+        with route(model, branch="aux"):
+            check("aux", 0)
+            with route(model, label=4):
+                check("aux", 4)
+            check("aux", 0)
+        check("main", 0)
+    with pytest.raises(ValueError, match="needs a branch"):
+        model(x)
+
+
+def test_a_route_of_a_part_leaves_the_rest_to_the_route_around_it(x):
+    model = separated()
+    with route(model, branch="main"), route(model[3], branch="aux"):  # type: ignore[arg-type]
+        model(x)
+    assert tracked(model) == [[1, 0], [0, 1]]
+
+
+def test_a_route_ends_with_an_exception(x):
+    model = separated()
+    with route(model, branch="main"):
+        with pytest.raises(RuntimeError, match="stop"), route(model, branch="aux"):
+            raise RuntimeError("stop")
+        model(x)
+    assert tracked(model) == [[1, 0], [1, 0]]
+    with pytest.raises(ValueError, match="needs a branch"):
+        model(x)
+
+
+def test_one_route_is_entered_again_and_again_also_within_itself(x):
+    model = separated()
+    aux = route(model, branch="aux")
+    with aux, route(model, branch="main"), aux:
+        model(x)
+    with aux:
+        model(x)
+    assert tracked(model) == [[0, 2], [0, 2]]
+    with pytest.raises(ValueError, match="needs a branch"):
+        model(x)
+
+
+def test_a_direct_argument_wins_over_the_route(x):
+    layer = normlab.AuxiliaryBatchNorm2d(3, BRANCHES)
+    with route(layer, branch="main"):
+        layer(x, "aux")
+        layer(x, branch="aux")
+    assert tracked(layer) == [[0, 2]]
+
+
+def test_two_models_have_two_routes(x):
+    one, two = separated(), separated()
+    with route(one, branch="main"), route(two, branch="aux"):
+        one(x)
+        two(x)
+    assert tracked(one) == [[1, 0], [1, 0]]
+    assert tracked(two) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own routes", "one route object"])
+def test_threads_route_one_model_differently_at_once(x, shared):
+    model = separated().eval()  # nothing is updated, so that calls do not depend on their order
+    with torch.no_grad():
+        for m in model.modules():
+            if isinstance(m, normlab.Norm):
+                m.get_buffer("running_mean").normal_()
+        expected = {b: by_hand(model, x, b) for b in BRANCHES}
+    common = {b: route(model, branch=b) for b in BRANCHES}
+    workers = (*BRANCHES, *BRANCHES)
+    barrier = threading.Barrier(len(workers))
+    wrong: list[object] = []
+
+    def work(branch: str) -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(20):
+                    barrier.wait(10)
+                    with common[branch] if shared else route(model, branch=branch):
+                        barrier.wait(10)  # all routes are open here
+                        if not model(x).equal(expected[branch]):
+                            wrong.append(branch)
+        except BaseException as error:
+            wrong.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(b,)) for b in workers]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    assert not wrong
+
+
+def test_a_thread_does_not_inherit_the_route_of_its_parent(x):
+    model, errors = separated(), []
+
+    def work() -> None:
+        try:
+            model(x)
+        except ValueError as error:
+            errors.append(str(error))
+
+    with route(model, branch="aux"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(10)
+    assert len(errors) == 1
+    assert "needs a branch" in errors[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_follows_the_route(x, backend):
+    torch.compiler.reset()
+    model = conditional()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    routes = [
+        ("main", torch.tensor([0, 1, 2, 3, 4, 0])),
+        ("aux", torch.tensor([4, 4, 2, 1, 0, 1])),
+        ("main", torch.tensor([4, 4, 2, 1, 0, 1])),
+        (["main", "aux", "aux", "main", "aux", "aux"], 2),
+        (torch.tensor([1, 1, 1, 0, 0, 0]), 3),
+        (torch.tensor([0, 1, 0, 1, 0, 1]), 3),
+    ]
+    for branch, label in routes:
+        with route(compiled, branch=branch, label=label):  # type: ignore[arg-type]
+            y = compiled(x)
+        with route(twin, branch=branch, label=label):
+            expected = twin(x)
+        assert_close(y, expected)
+    for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert_close(ours, theirs, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_under_the_route_and_tracks_once(x, reentrant):
+    model = separated()
+    twin = copy.deepcopy(model)
+    plain = x.clone().requires_grad_()
+    with route(twin, branch="aux"):
+        twin(plain).square().sum().backward()
+    x.requires_grad_()
+    if reentrant:  # no context_fn there: the route must be open during backward
+        with route(model, branch="aux"):
+            checkpoint(model, x, use_reentrant=True).square().sum().backward()
+    else:
+        with route(model, branch="aux"):
+            y = checkpoint(model, x, use_reentrant=False, context_fn=keep_route)
+        with route(model, branch="main"):  # what is routed at the time of backward does not matter
+            y.square().sum().backward()
+    assert_close(x.grad, plain.grad, rtol=0, atol=0)
+    assert tracked(model) == tracked(twin) == [[0, 1], [0, 1]]
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        assert ours.equal(theirs)
+
+
+def test_checkpointing_without_the_route_names_the_remedy(x):
+    model = separated()
+    with route(model, branch="aux"):
+        y = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    with pytest.raises(ValueError, match=r"context_fn=normlab\.keep_route"):
+        y.sum().backward()
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_under_ddp_is_routed_as_any_other(x, one_process):
+    model = separated()
+    twin = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    for branch in ("main", "aux", ["main", "aux", "aux", "main", "aux", "aux"]):
+        with route(wrapped, branch=branch):
+            y = wrapped(x)
+        y.square().sum().backward()
+        with route(twin, branch=branch):
+            twin(x).square().sum().backward()
+    assert tracked(model) == tracked(twin) == [[2, 2], [2, 2]]
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"branch": "main"}, r"Sequential has no separated layer \(one that takes a branch\).*convert"),
+        ({"label": 3}, r"Sequential has no conditional layer \(one that takes a label\).*convert"),
+        ({"style": torch.zeros(1, 3, 2, 2)}, r"Sequential has no style layer"),
+        ({}, r"nothing to route; pass branch=\.\.\., label=\.\.\. or style=\.\.\."),
+    ],
+)
+def test_a_route_that_reaches_nothing_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        route(nn.Sequential(nn.Conv2d(3, 8, 3), normlab.BatchNorm2d(8)), **given)
+
+
+def test_a_label_that_reaches_nothing_is_refused_beside_a_branch_that_does():
+    with pytest.raises(ValueError, match="takes a label"):
+        route(separated(), branch="main", label=1)
+
+
+def test_a_wrong_branch_is_refused_before_the_model_runs():
+    with pytest.raises(ValueError, match="no branch 'auxx'; did you mean 'aux'"):
+        route(separated(), branch="auxx")
+    with pytest.raises(ValueError, match="label 5 is out of range; this layer has classes 0 to 4"):
+        route(conditional(), label=5)
+
+
+def test_layers_with_other_branches_refuse_the_route():
+    model = nn.Sequential(separated(), normlab.AuxiliaryBatchNorm2d(8, ("clean", "adversarial")))
+    with pytest.raises(ValueError, match=r"no branch 'main'; .*clean, adversarial"):
+        route(model, branch="main")
