@@ -59,7 +59,7 @@ def merge(
         return part
     mean, var, count = total
     whole = count + part[2]
-    share = part[2] / whole.clamp_min(1)
+    share = part[2] / torch.where(whole > 0, whole, 1)  # soft counts of modes may lie below one
     apart = part[0] - mean
     var = var + share * (part[1] - var) + share * (1 - share) * apart.square()
     return mean + share * apart, var, whole

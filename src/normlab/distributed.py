@@ -47,6 +47,6 @@ def gather_statistics(
     counts = torch.as_tensor(count, dtype=mean.dtype, device=mean.device).expand_as(mean)
     counts, means, variances = _Gather.apply(torch.stack((counts, mean, var)), group).unbind(1)
     total = counts.sum(0)
-    share = counts / total.clamp_min(1)
+    share = counts / torch.where(total > 0, total, 1)  # soft counts of modes may lie below one
     mean = (share * means).sum(0)
     return mean, (share * (variances + (means - mean).square())).sum(0), total

@@ -84,8 +84,8 @@ def update_(
 ) -> None:
     """Move one pair of running statistics towards what a batch showed.
 
-    Ghost batches count as the workers they stand for: the average of their means and of their variances moves the
-    running statistics once. Branches without samples, and what ``ok`` refuses, change nothing.
+    Ghost batches count as the workers they stand for: the average of their means and of their variances (of their
+    second moments, for a total variance) moves the running statistics once. Branches without samples, and what ``ok`` refuses, change nothing.
     """
     seen_mean, seen_var, count = (t.detach() if isinstance(t, Tensor) else t for t in seen)
     if how == "unbiased":
@@ -94,7 +94,7 @@ def update_(
     of_branch = segments.branch
     if isinstance(of_branch, Tensor) or seen_mean.shape[0] > 1:
         number = 1 if isinstance(of_branch, int) else (branches or 1)
-        seen_mean, seen_var, _ = _average_segments(seen_mean, seen_var, count, of_branch, number)
+        seen_mean, seen_var, _ = _average_segments(seen_mean, seen_var, count, of_branch, number, how == "total")
     if isinstance(of_branch, int) and branches is not None:
         mean, var, batches = mean[of_branch], var[of_branch], batches[of_branch]
     lead = seen_mean.shape[0]
@@ -117,17 +117,20 @@ def update_(
 
 
 def _average_segments(
-    mean: Tensor, var: Tensor, count: float | Tensor, of_branch: int | Tensor, number: int
+    mean: Tensor, var: Tensor, count: float | Tensor, of_branch: int | Tensor, number: int, total: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Segments ``[B, G]`` averaged into branches ``[number, G]``, weighted by their counts; and who is present."""
+    """Segments ``[B, G]`` averaged into branches ``[number, G]``, weighted by their counts; and who is present.
+
+    ``total`` adds the variance between the segments of a branch.
+    """
     weight = torch.as_tensor(count, dtype=mean.dtype, device=mean.device).expand_as(mean)
     if isinstance(of_branch, int):
         of_branch = torch.zeros(mean.shape[0], dtype=torch.long, device=mean.device)
     zero = mean.new_zeros(number, mean.shape[1])
-    total = zero.index_add(0, of_branch, weight)
-    share = total.clamp_min(1)
-    return (
-        zero.index_add(0, of_branch, mean * weight) / share,
-        zero.index_add(0, of_branch, var * weight) / share,
-        total > 0,
-    )
+    whole = zero.index_add(0, of_branch, weight)
+    present = whole > 0
+    share = weight / torch.where(present, whole, 1).index_select(0, of_branch)  # soft counts may lie below one
+    of_branches = zero.index_add(0, of_branch, mean * share)
+    if total:
+        var = var + (mean - of_branches.index_select(0, of_branch)).square()
+    return of_branches, zero.index_add(0, of_branch, var * share), present
