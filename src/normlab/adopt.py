@@ -29,7 +29,7 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
         value = state[prefix + name]
         if isinstance(value, Tensor) and value.shape != own[name].shape and value.numel() == own[name].numel():
             state[prefix + name] = value.reshape(own[name].shape)
-    if not given or not given <= _PLAIN or given >= own.keys():
+    if not given or not given <= _PLAIN:
         return
     if "running_mean" in given and "num_batches_tracked" in own and "num_batches_tracked" not in given:
         state[prefix + "num_batches_tracked"] = torch.zeros((), dtype=torch.long)
@@ -37,11 +37,11 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
     for part in ("weight", "bias"):
         plain = state.get(prefix + part)
         start = torch.ones_like if part == "weight" else torch.zeros_like
-        if plain is not None and part not in own:
+        tables = [n for n in own if n == f"class_{part}" or n.startswith(f"branch_{part}.")]
+        if plain is not None and part not in own and tables:
             del state[prefix + part]
-        for name, value in own.items():
-            if name != f"class_{part}" and not name.startswith(f"branch_{part}."):
-                continue
+        for name in tables:
+            value = own[name]
             takes = plain is not None and part not in own and not _taken(moved, part, name)
             moved[name] = plain.expand_as(value).clone() if takes else start(value)  # type: ignore[union-attr]
     for name in own.keys() & {"running_mean", "running_var", "num_batches_tracked"}:
