@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ._text import nearest
-from .engine import Coefficients, Moments, Rows, Rule
+from .engine import Coefficients, Moments, Rows, Rule, at_least_single
 from .pools import Plan, Segments, group
 
 __all__ = ["Predicted", "compose", "parse_affine", "predictor_parameters"]
@@ -71,6 +71,8 @@ def compose(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tens
     """One weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``, that do what all terms do in order."""
     weight = bias = None
     for w, b in terms:
+        if len(terms) > 1:  # each product of half parameters would be rounded
+            w, b = at_least_single(w), at_least_single(b)
         weight = w if weight is None else weight * w
         bias = b if bias is None else torch.addcmul(b, bias, w)
     return weight, bias

@@ -174,6 +174,11 @@ def normalize(
     return y, box[0]
 
 
+def at_least_single(t: Tensor) -> Tensor:
+    """Half precision in float32; float32 and float64 as they are."""
+    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+
+
 def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
     """Mean and biased variance of every ``(sample, channel)`` slice, differentiable."""
     rows = Rows(x.shape[1])
