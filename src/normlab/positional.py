@@ -32,8 +32,8 @@ def normalize_positions(
 
 def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
-    var, mean = torch.var_mean(wide, 1, correction=0, keepdim=True)
-    y = (wide - mean) * torch.rsqrt(var + eps)
+    centered = wide - wide.mean(1, keepdim=True)  # not var_mean, which warns of an empty batch
+    y = centered * torch.rsqrt(centered.square().mean(1, keepdim=True) + eps)
     if weight is not None:
         y = y * _place(weight, x)
     if bias is not None:

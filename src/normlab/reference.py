@@ -105,6 +105,9 @@ def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     if x.dim() == 2 or prod(x.shape[2:]) == rows.parts:
         mean = wide.reshape(x.shape[0], rows.number)
         return mean, torch.zeros_like(mean)
+    if not x.numel():  # var_mean warns of an empty batch
+        mean = _rows_view(wide, rows).mean(-1)
+        return mean, torch.zeros_like(mean)
     var, mean = torch.var_mean(_rows_view(wide, rows), -1, correction=0)
     return mean, var
 
