@@ -46,13 +46,17 @@ def in_backward() -> bool:
 
 @torch.no_grad()
 def acceptable(
-    seen: Sequence[Pooled], segments: Segments, branches: int | None, guard: bool
+    seen: Sequence[Pooled], segments: Segments, branches: int | None, guard: torch.dtype | None
 ) -> Tensor | None:
-    """Which branches may move, ``[1, 1]`` or ``[branches, 1]``; None where all may."""
+    """Which branches may move, ``[1, 1]`` or ``[branches, 1]``; None where all may.
+
+    ``guard`` is the dtype of the running statistics, in which all of the batch's must be finite.
+    """
     ok = None
-    if guard:
-        ok = torch.stack([torch.isfinite(t).all() for pooled in seen for t in (pooled.mean, pooled.var)]).all()
-        ok = ok.reshape(1, 1)
+    if guard is not None:
+        # Twice the biased variance: the unbiased one, which is stored, is at most that.
+        held = [t.to(guard) for pooled in seen for t in (pooled.mean, 2 * pooled.var)]
+        ok = torch.stack([torch.isfinite(t).all() for t in held]).all().reshape(1, 1)
     count = seen[0].count
     if isinstance(segments.branch, Tensor) or (isinstance(count, Tensor) and count.shape[0] == 1):
         _, _, present = _average_segments(*seen[0], segments.branch, branches or 1)

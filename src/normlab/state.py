@@ -5,7 +5,7 @@ Each function acts at once and undoes itself when used as a scope, as ``torch.se
     frozen(model)                  # from here on
     with no_update(model): ...     # within
 
-They also reach torch's own batch norm layers.
+They also reach torch's own layers with running statistics. A model without any is left as it is.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .layers.base import Norm
 
@@ -44,72 +44,73 @@ class _Scope:
 
 def frozen(model: nn.Module) -> _Scope:
     """Normalize with the running statistics and leave them as they are, also in training mode."""
-    return _apply(model, {"normalize_with": "running", "update": False}, _freeze_torch)
+    return _apply(model, {"normalize_with": "running", "update": False}, mode=False)
 
 
 def no_update(model: nn.Module) -> _Scope:
     """Leave the running statistics as they are; what normalizes does not change."""
-    return _apply(model, {"update": False}, _hold_torch)
+    return _apply(model, {"update": False})
 
 
 def guarded(model: nn.Module) -> _Scope:
     """Leave the running statistics as they are wherever a batch's own are not finite."""
-    return _apply(model, {"guard": True}, None)
+    return _apply(model, {"guard": True}, keep_finite=True)
 
 
 def with_batch_statistics(model: nn.Module) -> _Scope:
     """Normalize with the batch's statistics, also in evaluation mode, without tracking them."""
-    return _apply(model, {"normalize_with": "batch", "update": False}, _batch_torch)
+    return _apply(model, {"normalize_with": "batch", "update": False}, mode=True)
 
 
-def _apply(model: nn.Module, change: dict[str, Any], for_torch: Callable[[_NormBase], Restore] | None) -> _Scope:
+def _apply(
+    model: nn.Module, change: dict[str, Any], *, mode: bool | None = None, keep_finite: bool = False
+) -> _Scope:
     undo: list[Restore] = []
-    reached = False
     for layer in model.modules():
         if isinstance(layer, Norm):
             before = layer.policy
             layer.policy = replace(before, **change)
             undo.append(lambda layer=layer, before=before: setattr(layer, "policy", before))
-            reached = True
-        elif isinstance(layer, _BatchNorm):
-            reached = True
-            if for_torch is None:
-                raise TypeError(
-                    "guarded() reaches normlab layers only and this model has torch batch norm; "
-                    'convert(model, "batch") first'
-                )
-            undo.append(for_torch(layer))
-    if not reached:
-        raise ValueError(f"{type(model).__name__} has no normalization layer with running statistics")
+        elif isinstance(layer, _NormBase) and layer.track_running_stats:
+            undo.append(_hook(layer, mode, keep_finite))
     return _Scope(undo)
 
 
-def _hooked(layer: nn.Module, mode: bool, momentum: float | None) -> Restore:
-    """Torch's layer runs in another mode, and its buffers are put back after each call."""
+def _hook(layer: _NormBase, mode: bool | None, keep_finite: bool) -> Restore:
+    """Let torch's layer run in ``mode`` on copies of its buffers, which are dropped, or kept where they are finite.
 
-    def before(module: Any, args: Any) -> None:
-        module._normlab_mode = module.training
-        module._normlab_held = {n: b.clone() for n, b in module.named_buffers(recurse=False)}
-        module.training = mode if mode is not None else module.training
+    Copies, because backward refuses a buffer that was written to, be it with its old values.
+    """
+    held: list[tuple[bool, dict[str, Tensor | None]]] = []
 
-    def after(module: Any, args: Any, out: Any) -> None:
-        module.training = module._normlab_mode
-        with torch.no_grad():
-            for name, value in module._normlab_held.items():
-                getattr(module, name).copy_(value)
-        del module._normlab_mode, module._normlab_held
+    def before(module: nn.Module, args: Any) -> None:
+        held.append((module.training, dict(module._buffers)))
+        module.training = module.training if mode is None else mode
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.clone()
 
-    handles = (layer.register_forward_pre_hook(before), layer.register_forward_hook(after, always_call=True))
-    return lambda: [h.remove() for h in handles] and None
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        module.training, originals = held.pop()
+        moved = dict(module._buffers)
+        module._buffers.update(originals)
+        if keep_finite and out is not None:  # no output: the call failed
+            _copy_finite(originals, moved)
+
+    # Scopes nest: the inner one is undone first.
+    first = layer.register_forward_pre_hook(before)
+    last = layer.register_forward_hook(after, always_call=True, prepend=True)
+
+    def undo() -> None:
+        first.remove()
+        last.remove()
+
+    return undo
 
 
-def _freeze_torch(layer: _NormBase) -> Restore:
-    return _hooked(layer, False, None)
-
-
-def _hold_torch(layer: _NormBase) -> Restore:
-    return _hooked(layer, None, None)  # type: ignore[arg-type]
-
-
-def _batch_torch(layer: _NormBase) -> Restore:
-    return _hooked(layer, True, None)
+@torch.no_grad()
+def _copy_finite(into: dict[str, Tensor | None], moved: dict[str, Tensor | None]) -> None:
+    ok = torch.stack([b.isfinite().all() for b in moved.values() if b is not None]).all()
+    for name, buffer in into.items():
+        new = moved[name]
+        if buffer is not None and new is not None and new is not buffer:
+            buffer.copy_(torch.where(ok, new, buffer))

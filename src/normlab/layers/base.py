@@ -369,20 +369,23 @@ class Norm(nn.Module):
         branches = None if self.branches is None else len(self.branches)
         batches = self.num_batches_tracked
         assert isinstance(batches, Tensor)
-        ok = running.acceptable([t[1] for t in tracked], tracked[0][2], branches, self.policy.guard)
+        guard = getattr(self, tracked[0][0][1]).dtype if self.policy.guard else None
+        ok = running.acceptable([t[1] for t in tracked], tracked[0][2], branches, guard)
         running.count_(batches, tracked[0][2], branches, ok)
         for names, pooled, s, how in tracked:
             mean, var = (getattr(self, n) for n in names)
             running.update_(mean, var, batches, pooled, s, branches, self._share(), how, self.eps, ok)
-        self._set_run_shape(tuple(x.shape[2:]))
+        self._set_run_shape(tuple(x.shape[2:]), ok)
 
     def _share(self) -> float | None:
         average = isinstance(self.statistics, Mixture) and self.statistics.average == "batch"
         return None if average else self.momentum
 
-    def _set_run_shape(self, shape: tuple[int, ...] | None) -> None:
+    def _set_run_shape(self, shape: tuple[int, ...] | None, ok: Tensor | None = None) -> None:
         stored = getattr(self, "run_shape", None)
         if stored is None or shape == self._run_shape:
+            return
+        if self.policy.guard and ok is not None and not ok.any():  # a refused batch leaves no trace
             return
         self._run_shape = shape
         with torch.no_grad():
