@@ -184,9 +184,9 @@ class Plan:
         if self.pool.over_batch and self.segments.index is None:
             if self.groups == t.shape[1]:
                 return t.sum(0, keepdim=True)
-            return t.reshape(n, self.groups, -1).sum((0, 2)).unsqueeze(0)
+            return t.reshape(n, self.groups, t.shape[1] // self.groups).sum((0, 2)).unsqueeze(0)
         if self.groups != t.shape[1]:
-            t = t.reshape(n, self.groups, -1).sum(2)
+            t = t.reshape(n, self.groups, t.shape[1] // self.groups).sum(2)
         return self._sum_batch(t)
 
     def _sum_batch(self, t: Tensor) -> Tensor:  # [N, G] to [B, G]
@@ -204,7 +204,8 @@ class Plan:
             return p
         if self.counts:
             return p.index_select(1, _group_of(self.counts, p.device))
-        return p.unsqueeze(2).expand(-1, -1, self.rows.number // self.groups).reshape(p.shape[0], -1)
+        rows = self.rows.number
+        return p.unsqueeze(2).expand(-1, -1, rows // self.groups).reshape(p.shape[0], rows)
 
     def elements(self, moments: Moments) -> float | Tensor:
         """Elements in each statistic of this process: one number where all are alike, else ``[B, 1]`` or ``[B, G]``."""

@@ -98,7 +98,7 @@ def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every row, ``[N, R]`` each, in float32 or float64."""
     wide = _wide(x)
     if rows.cuts:
-        flat = wide.reshape(x.shape[0], -1)
+        flat = wide.reshape(x.shape[0], rows.cuts[-1])
         size = rows.size(prod(x.shape[2:]), x.device)
         mean = _row_sums(flat, rows) / size
         return mean, _row_sums((flat - _spread(mean, rows)).square(), rows) / size
@@ -115,7 +115,7 @@ def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 def plain_apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
     center, scale, shift = coefficients
     if rows.cuts:
-        wide = _wide(x).reshape(x.shape[0], -1)
+        wide = _wide(x).reshape(x.shape[0], rows.cuts[-1])
         expand = lambda t: _spread(t, rows)  # noqa: E731
     elif rows.parts == 1:  # on x's own shape, so that compilers keep its layout
         wide = _wide(x)

@@ -423,7 +423,7 @@ class _Gated:
             plan = self.sources.plans[0]
             index, number = plan.segments.index, plan.segments.number
             member = gates if index is None else (one_hot(index, number).unsqueeze(2) * gates.unsqueeze(1))
-            member = member.reshape(n, -1).t()  # [segments * K, N]
+            member = member.reshape(n, number * self.modes).t()  # [segments * K, N]
             count = member.sum(1, keepdim=True)
             share = member / count.clamp_min(torch.finfo(count.dtype).tiny)
             mode_mean = share @ mean
