@@ -144,7 +144,7 @@ def branch_index(branch: Any, branches: Sequence[str], samples: int | None) -> i
             raise ValueError(f"there is no branch {branch!r}; {nearest(branch, branches)}")
         return branches.index(branch)
     if isinstance(branch, (list, tuple)) and all(isinstance(b, str) for b in branch):
-        branch = torch.tensor([branch_index(b, branches, None) for b in branch])
+        branch = torch.tensor([branch_index(b, branches, None) for b in branch], dtype=torch.long)
     if not isinstance(branch, Tensor):
         raise TypeError(
             f"a branch is a name, a list of names, or a tensor of indices, one a sample; got {branch!r}; "
