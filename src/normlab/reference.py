@@ -91,6 +91,11 @@ def _spread(t: Tensor, rows: Rows) -> Tensor:  # [n, R] or [n, 1] to [n, D]
     return t if t.shape[-1] == 1 else t.index_select(-1, _row_index(rows.cuts, t.device))
 
 
+def _like(t: Tensor, x: Tensor) -> Tensor:
+    """In the dtype and layout of ``x``."""
+    return torch.empty_like(x).copy_(t)
+
+
 # --- the plain expressions ----------------------------------------------------------------------------------------
 
 
@@ -170,7 +175,7 @@ def apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
     """``(x - center) * scale + shift`` in the dtype and layout of ``x``."""
     center, scale, shift = coefficients
     if rows.cuts:
-        return plain_apply(x.to(center.dtype), rows, coefficients).to(x.dtype)
+        return _like(plain_apply(x.to(center.dtype), rows, coefficients), x)
     product = center * scale
     if x.device.type != "cpu" or bool((product.abs().amax() > _FAR**2) if product.numel() else False):
         return _apply_far(x, rows, center, scale, shift)
@@ -260,7 +265,7 @@ def input_gradient(
         dx = x.reshape(n, -1).to(dtype) * _spread(slope, rows) + _spread(constant, rows)
         if dy is not None and scale is not None:
             dx = dx + dy.reshape(n, -1).to(dtype) * _spread(scale, rows)
-        return dx.reshape(x.shape).to(x.dtype)
+        return _like(dx.reshape(x.shape), x)
     dx = _linear(_wide(x), rows, slope, constant)
     if dy is not None and scale is not None:
         wide = _wide(dy)
