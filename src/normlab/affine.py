@@ -112,7 +112,7 @@ class Predicted:
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]:
         *own, weight, bias, embed, scale_head, shift_head = tensors
         (center, scale, shift), seen = self.rule(moments, *own)
-        key_mean, key_var, _ = self.keys.statistics(moments)
+        key_mean, key_var = self.keys.statistics(moments)[:2]
         weight = weight + self.keys.expand(torch.sigmoid(linear(linear(key_var, embed).relu(), scale_head)))
         bias = bias + self.keys.expand(torch.tanh(linear(linear(key_mean, embed).relu(), shift_head)))
         return Coefficients(center, scale * weight, bias if shift is None else shift * weight + bias), seen

@@ -10,8 +10,9 @@ A slice is a *row*. Usually rows are the channels of each sample; batch group no
 
 Numerical decisions, all of them:
 
-* ``y`` has the dtype of ``x``. The passes over ``x`` accumulate in float32 or wider; what happens on ``[N, R]`` is
-  float64 where the device has it, so that a mean of 1e4 beside a standard deviation of 1 keeps its digits.
+* ``y`` has the dtype of ``x``. The passes over ``x`` accumulate in float32 or wider. Where a row's mean exceeds 64 times
+  its standard deviation, its moments are taken again about the first mean and what happens on ``[N, R]`` is float64,
+  so that a mean of 1e4 beside a standard deviation of 1 keeps its digits.
 * A pooled variance is the mean of the variances plus the variance of the means, never ``E[x^2] - E[x]^2``.
 * The biased variance normalizes; running statistics track the unbiased one, as in ``torch.nn``.
 * Under ``torch.compile``, ``torch.export``, ``torch.func`` and forward-mode differentiation the plain expression is
@@ -65,13 +66,26 @@ class Rule(Protocol):
 
 
 class ClosedRule(Protocol):
-    """A rule that also knows its own gradient, so that no graph is recorded on ``[N, R]``."""
+    """A rule that also computes itself and its gradient without a graph, on stacked ``[2, N, R]`` moments."""
+
+    reads_moments: bool  # False where all statistics are running ones: then no pass is spent on moments
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
 
+    def compute(
+        self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]
+    ) -> tuple[Coefficients, Any]: ...
+
     def gradient(
-        self, moments: Moments, seen: Any, tensors: Sequence[Tensor], scale: Tensor, d_center: Tensor, d_scale: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+        self,
+        stats: Tensor,
+        size: int | Tensor,
+        seen: Any,
+        tensors: Sequence[Tensor],
+        scale: Tensor,
+        d_center: Tensor,
+        d_scale: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
         """``(offset, slope, gradients of the tensors)`` with ``dx = scale * dy + offset + slope * (x - mean)``."""
         ...
 
@@ -242,39 +256,45 @@ class _Normalize(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         spatial = prod(x.shape[2:])
-        moments = Moments(*passes.moments(x, rows), rows.size(spatial, x.device))
+        size = rows.size(spatial, x.device)
         closed = hasattr(rule, "gradient")
         leaves: tuple[Tensor, ...] = ()
-        if closed or not any(ctx.needs_input_grad):
-            standard, seen = rule(moments, *(t.to(moments.mean.dtype) for t in tensors))
+        if closed and not rule.reads_moments:  # type: ignore[attr-defined]
+            stats = x.new_zeros((2, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        else:
+            stats = passes.moments(x, rows)
+        if closed:
+            standard, seen = rule.compute(stats, size, tensors)  # type: ignore[attr-defined]
+        elif not any(ctx.needs_input_grad):
+            standard, seen = rule(Moments(stats[0], stats[1], size), *(t.to(stats.dtype) for t in tensors))
         else:
             needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[0], *ctx.needs_input_grad[6:])
-            values = (moments.mean, moments.var, *tensors)
+            values = (stats[0], stats[1], *tensors)
             leaves = tuple(v.detach().requires_grad_(n) for v, n in zip(values, needs, strict=True))
             with torch.enable_grad():
-                given = (t.to(moments.mean.dtype) for t in leaves[2:])
-                standard, seen = rule(Moments(leaves[0], leaves[1], moments.size), *given)
+                given = (t.to(stats.dtype) for t in leaves[2:])
+                standard, seen = rule(Moments(leaves[0], leaves[1], size), *given)
         box.append(seen)
-        coefficients = _compose(
-            Coefficients(*(None if c is None else c.detach() for c in standard)),  # type: ignore[arg-type]
-            rows,
-            spatial,
-            weight,
-            bias,
-        )
-        y = passes.apply(x, rows, coefficients)
-        ctx.rule, ctx.rows, ctx.size, ctx.closed, ctx.leaves = rule, rows, moments.size, closed, leaves
-        ctx.standard, ctx.seen = standard, seen if closed else None
-        ctx.save_for_backward(x, moments.mean, moments.var, weight, bias, *tensors)
+        detached = standard if closed else Coefficients(*(None if c is None else c.detach() for c in standard))  # type: ignore[arg-type]
+        # Statistics of x itself say by their dtype whether its means dwarf its deviations; running ones do not.
+        far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
+        y = passes.apply(x, rows, _compose(detached, rows, spatial, weight, bias), far=far)
+        if any(ctx.needs_input_grad):
+            ctx.rule, ctx.rows, ctx.size, ctx.closed, ctx.leaves = rule, rows, size, closed, leaves
+            ctx.standard, ctx.seen = standard, seen if closed else None
+            ctx.save_for_backward(x, stats, weight, bias, *tensors)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, mean, var, weight, bias, *tensors = ctx.saved_tensors
+        x, stats, weight, bias, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return _differentiate_plain(ctx, dy, x, weight, bias, tensors)
         rows, spatial = ctx.rows, prod(x.shape[2:])
-        center, scale, shift = (None if c is None else c.detach() for c in ctx.standard)
+        center, scale, shift = ctx.standard
+        if not ctx.closed:
+            center, scale = center.detach(), scale.detach()
+            shift = None if shift is None else shift.detach()
         sum_dy, sum_dot = passes.sums(dy, x, rows, center)
         d_weight = d_bias = None
         d_scale, d_shift = sum_dot, sum_dy
@@ -289,14 +309,15 @@ class _Normalize(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[5]:
             d_bias = _reduce(rows.to_channels(sum_dy, spatial), bias)
         d_center = -sum_dy * applied
-        moments = Moments(mean, var, ctx.size)
         if ctx.closed:
-            offset, slope, d_tensors = ctx.rule.gradient(moments, ctx.seen, tensors, scale, d_center, d_scale)
+            offset, slope, d_tensors = ctx.rule.gradient(
+                stats, ctx.size, ctx.seen, tensors, scale, d_center, d_scale
+            )
         else:
-            offset, slope, d_tensors = _differentiate_rule(ctx, moments, d_center, d_scale, d_shift)
+            offset, slope, d_tensors = _differentiate_rule(ctx, d_center, d_scale, d_shift)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = passes.input_gradient(dy, x, rows, applied, offset, slope, mean)
+            dx = passes.input_gradient(dy, x, rows, applied, offset, slope, stats[0])
         d_tensors = tuple(
             None if g is None else g.to(t.dtype) for g, t in zip(d_tensors, tensors, strict=True)
         )
@@ -310,7 +331,7 @@ def _reduce(gradient: Tensor, like: Tensor) -> Tensor:  # [N, C] to [N, C] or [1
 
 
 def _differentiate_rule(
-    ctx: Any, moments: Moments, d_center: Tensor, d_scale: Tensor, d_shift: Tensor
+    ctx: Any, d_center: Tensor, d_scale: Tensor, d_shift: Tensor
 ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradient of a recorded rule; the graph is kept, so that backward can run again under ``retain_graph``."""
     outputs, gradients = [], []
@@ -325,9 +346,8 @@ def _differentiate_rule(
         found = list(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
     each = iter(found)
     d_mean, d_var, *d_tensors = (next(each) if leaf.requires_grad else None for leaf in ctx.leaves)
-    size = moments.size
-    offset = None if d_mean is None else d_mean / size
-    slope = None if d_var is None else d_var * (2 / size)
+    offset = None if d_mean is None else d_mean / ctx.size
+    slope = None if d_var is None else d_var * (2 / ctx.size)
     return offset, slope, tuple(d_tensors)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,6 +132,7 @@ class Pooled(NamedTuple):
     mean: Tensor
     var: Tensor
     count: float | Tensor  # elements in each statistic: one number, [B, 1] or [B, G]
+    stacked: Tensor | None = None  # mean and var as one tensor, where they were computed so
 
 
 def make_segments(
@@ -173,6 +174,9 @@ class Plan:
         self.process_group = process_group if pool.over_batch else None
         self.groups = pool.tracked(rows.channels)
         self.trivial = not pool.over_batch and self.groups == rows.number
+        # Pools that are plain axes of [N, groups, rows a group], and whose statistics broadcast as they are.
+        self.simple = not self.counts and self.segments.index is None and self.process_group is None
+        self.direct = self.simple and self.groups in (1, rows.number)
 
     # Sums over pools. ``t`` is [N, R].
 
@@ -247,6 +251,63 @@ class Plan:
         total = total / _at_least_one(pooled.count)
         offset, half = self.expand(total[0]), self.expand(total[1])
         return torch.addcmul(offset, mean - self.expand(pooled.mean), half, value=2), half
+
+
+    def _axes(self, t: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """``[2, N, R]`` as ``[2, N, G, rows a group]``, and the axes this pool averages."""
+        if self.groups == t.shape[2]:
+            return t, (1,)
+        if self.groups == 1:
+            return t, (1, 2) if self.pool.over_batch else (2,)
+        return t.reshape(2, t.shape[1], self.groups, -1), (1, 3) if self.pool.over_batch else (3,)
+
+    def stacked_statistics(self, stats: Tensor, size: int | Tensor) -> Pooled:
+        """:meth:`statistics` of ``[2, N, R]`` moments with few operators, outside autograd."""
+        if self.trivial or not self.simple:
+            return self.statistics(Moments(stats[0], stats[1], size))
+        view, axes = self._axes(stats)
+        pooled = view.mean(axes, keepdim=True)
+        apart = view[0] - pooled[0]
+        pooled[1] += apart.square_().mean([a - 1 for a in axes], keepdim=True)
+        if view.dim() == 4:
+            pooled = pooled.squeeze(3)
+        count = stats[0].numel() // pooled[0].numel() * size
+        return Pooled(pooled[0], pooled[1], count, pooled)
+
+    def stacked_adjoint(
+        self, d: Tensor, pooled: Pooled, stats: Tensor, w: tuple[Any, Any] | None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Gradients ``d [2, N, R]`` at center and variance back through this pool, and ``<d, statistics>`` for weights.
+
+        Returns that product (``[2]``, where there are weights), the offset, and half the slope of ``dx``.
+        """
+        if not self.trivial and not self.simple:
+            product = None
+            m, v = d[0], d[1]
+            if w is not None:
+                at_rows = torch.stack((self.expand(pooled.mean) * m, self.expand(pooled.var) * v))
+                product = at_rows.sum((1, 2))
+                m, v = m * w[0], v * w[1]
+            return product, *self.adjoint(m, v, pooled, stats[0])
+        if self.trivial:
+            total, at_pool = d, stats
+        else:
+            view, axes = self._axes(d)
+            total = view.sum(axes, keepdim=True)
+            total = total.squeeze(3) if total.dim() == 4 else total
+            assert pooled.stacked is not None
+            at_pool = pooled.stacked
+        product = None if w is None else (total * at_pool).sum((1, 2))
+        inverse = 1 / max(pooled.count, 1)  # type: ignore[call-overload]
+        offset, half = (total[0] * inverse, total[1] * inverse) if w is None else (
+            total[0] * (w[0] * inverse), total[1] * (w[1] * inverse)
+        )  # fmt: skip
+        if self.trivial:
+            return product, offset, half
+        mean = pooled.mean
+        if not self.direct:
+            offset, half, mean = self.expand(offset), self.expand(half), self.expand(mean)
+        return product, torch.addcmul(offset, stats[0] - mean, half, value=2), half
 
 
 def _at_least_one(count: float | Tensor) -> float | Tensor:

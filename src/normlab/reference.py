@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 # Beyond this ratio of mean to standard deviation float32 sums lose digits that show: moments are taken again about
 # the first mean, and apply subtracts before it scales.
 _FAR = 64.0
+_CHUNK = 1 << 18  # elements worked on at a time on the CPU, where a pass needs room for a copy
+_TINY = 1e-30  # keeps the deviation of a constant row from being zero
 
 
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of everything on ``[N, R]`` outside compilers."""
+def _doubled(x: Tensor) -> torch.dtype:
+    """The dtype of everything on ``[N, R]`` where float32 would lose digits."""
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
@@ -137,47 +139,99 @@ def plain_apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
 # --- outside autograd ---------------------------------------------------------------------------------------------
 
 
-def moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of every row, ``[N, R]`` each, in the statistics' dtype."""
-    dtype = statistics_dtype(x)
+def moments(x: Tensor, rows: Rows) -> Tensor:
+    """Mean and biased variance of every row, stacked ``[2, N, R]``: float32, or float64 where digits need it."""
     if rows.cuts:
-        mean, var = plain_moments(x.to(dtype), rows)
-        return mean, var
+        return torch.stack(plain_moments(x.to(_doubled(x)), rows))
     if prod(x.shape[2:]) == rows.parts:  # one element a row
-        mean = x.reshape(x.shape[0], rows.number).to(dtype)
-        return mean, torch.zeros_like(mean)
-    wide = _wide(x)
-    last = _is_channels_last(wide)
-    view = _last_view(wide, rows) if last else _rows_view(wide, rows)
-    mean, var = _view_moments(view, last)
-    if x.device.type == "cpu" and bool(((mean.square() > _FAR**2 * var) & (var > 0)).any()):
-        offset, var = _view_moments(view - mean.unsqueeze(2), last)
-        mean = mean.to(dtype) + offset
-    mean, var = mean.to(dtype), var.to(dtype)
-    return (_of_last(mean, rows), _of_last(var, rows)) if last else (mean, var)
+        mean = x.reshape(x.shape[0], rows.number).to(_doubled(x))
+        return torch.stack((mean, torch.zeros_like(mean)))
+    view, last = _view(x, rows)
+    of_rows = _moments_last if last else _moments_rows
+    if x.device.type != "cpu":
+        mean, deviation = of_rows(_wide(view))
+    else:
+        mean, deviation = _joined([of_rows(_wide(v)) for v in _chunks(view)])
+        if x.dtype != torch.float64 and _largest(mean / deviation) > _FAR:
+            parts = zip(_chunks(view), _chunks(mean, view), strict=True)
+            offset, deviation = _joined([of_rows(_wide(v) - m.unsqueeze(2)) for v, m in parts])
+            mean, deviation = mean.double() + offset, deviation.double()
+    var = deviation.square()
+    if last and rows.parts > 1:
+        mean, var = _of_last(mean, rows), _of_last(var, rows)
+    return torch.stack((mean, var)).reshape(2, x.shape[0], rows.number)
 
 
-def _view_moments(view: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-    size = view.shape[2]
-    if last:  # [N, parts, s, C]: two sums along a strided axis, several times faster than var_mean
-        mean = view.sum(2) / size
-        return mean, (view - mean.unsqueeze(2)).square_().sum(2) / size
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    first, second = zip(*parts, strict=True)
+    return torch.cat(first), torch.cat(second)
+
+
+def _view(x: Tensor, rows: Rows) -> tuple[Tensor, bool]:
+    last = _is_channels_last(x)
+    return (_last_view(x, rows), True) if last else (_rows_view(x, rows), False)
+
+
+def _chunks(t: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Samples a few at a time, so that what is computed on the way stays in the cache and needs no fresh memory."""
+    like = t if like is None else like
+    return (t,) if like.numel() <= _CHUNK else t.split(_step(like))
+
+
+def _step(view: Tensor) -> int:
+    return max(1, _CHUNK * view.shape[0] // max(view.numel(), 1))
+
+
+def _largest(t: Tensor) -> float:
+    return float(torch.linalg.vector_norm(t, torch.inf)) if t.numel() else 0.0
+
+
+def _moments_rows(view: Tensor) -> tuple[Tensor, Tensor]:  # [n, R, s]: mean and deviation, never quite zero
+    n, r, size = view.shape
     if view.device.type == "cpu":
-        n, r = view.shape[:2]
-        # eps is zero: a constant row has an infinite reciprocal deviation, and its variance comes out as zero.
-        _, mean, reciprocal = torch.native_group_norm(view, None, None, n, r, size, r, 0.0)
-        return mean.reshape(n, r), reciprocal.reshape(n, r).reciprocal().square()
+        _, mean, reciprocal = torch.native_group_norm(view, None, None, n, r, size, r, _TINY)
+        return mean.reshape(n, r), reciprocal.reshape(n, r).reciprocal_()
     var, mean = torch.var_mean(view, -1, correction=0)
-    return mean, var
+    return mean, var.clamp_min_(_TINY).sqrt_()
 
 
-def apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
-    """``(x - center) * scale + shift`` in the dtype and layout of ``x``."""
+def _moments_last(view: Tensor) -> tuple[Tensor, Tensor]:  # [n, parts, s, C]
+    size = view.shape[2]
+    if _one_by_one(view):
+        found = [torch.batch_norm_update_stats(v, None, None, 0.0) for v in _images(view)]
+        mean, var = (t.reshape(*view.shape[:2], -1) for t in _joined(found))
+    else:
+        mean = _column_sums(view).div_(size)
+        var = _column_sums((view - mean.unsqueeze(2)).square_()).div_(size)
+    return mean, var.clamp_min_(_TINY).sqrt_()
+
+
+def _one_by_one(view: Tensor) -> bool:
+    """Whether torch's channels-last batch norm kernels pay, called for each ``[s, C]`` image in turn."""
+    return view.device.type == "cpu" and view.shape[2] * view.shape[3] >= 1 << 15
+
+
+def _images(view: Tensor) -> tuple[Tensor, ...]:  # [n, parts, s, C] to [1, C, s, 1] each, channels last
+    return view.flatten(0, 1).transpose(1, 2).unsqueeze(-1).split(1)
+
+
+def _column_sums(view: Tensor) -> Tensor:  # [n, parts, s, C] to [n, parts, C]
+    n, parts, s, c = view.shape
+    if view.device.type != "cpu":
+        return view.sum(2)
+    # A product with ones: several times faster than a reduction along a strided axis.
+    return torch.bmm(view.new_ones(n * parts, 1, s), view.reshape(n * parts, s, c)).reshape(n, parts, c)
+
+
+def apply(x: Tensor, rows: Rows, coefficients: Coefficients, *, far: bool) -> Tensor:
+    """``(x - center) * scale + shift`` in the dtype and layout of ``x``; ``far`` where the center may dwarf the rest."""
     center, scale, shift = coefficients
     if rows.cuts:
         return _like(plain_apply(x.to(center.dtype), rows, coefficients), x)
     product = center * scale
-    if x.device.type != "cpu" or bool((product.abs().amax() > _FAR**2) if product.numel() else False):
+    if far and (x.device.type != "cpu" or _largest(product) > _FAR):
         return _apply_far(x, rows, center, scale, shift)
     return _linear(x, rows, scale, -product if shift is None else shift - product)
 
@@ -186,9 +240,7 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
     """Subtract first: the difference is exact, and what rounding the center lost is carried by the shift."""
     near = center.to(torch.promote_types(x.dtype, torch.float32))
     carried = (near - center) * scale if shift is None else torch.addcmul(shift, near - center, scale)
-    wide = _wide(x)
-    last = _is_channels_last(wide)
-    view = _last_view(wide, rows) if last else _rows_view(wide, rows)
+    view, last = _view(_wide(x), rows)
     place = (lambda t: _to_last(t, rows)) if last else (lambda t: t.unsqueeze(-1))
     y = view - place(near)
     y.mul_(place(scale.to(y.dtype))).add_(place(carried.to(y.dtype)))
@@ -196,52 +248,108 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
     return y.to(x.dtype)
 
 
-def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor) -> Tensor:
-    """``slope * x + offset`` with a slope and an offset for every row."""
+def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """``slope * x + offset``, and ``plus[0] * plus[1]`` with ``plus[1]`` like ``x``; coefficients for every row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     slope, offset = slope.to(wide), offset.to(wide)
-    if _is_channels_last(x):
-        view = _last_view(x, rows)
-        y = torch.addcmul(_to_last(offset, rows), view, _to_last(slope, rows))
-        return _from_last_view(y, x).to(x.dtype)
-    view = _rows_view(x, rows)
-    if x.device.type == "cpu" and view.shape[2] > 1:
-        n, r, s = view.shape
-        slope, offset = (t.expand(n, r).reshape(-1) for t in (slope, offset))
-        zero, one = slope.new_zeros(1).expand(n * r), slope.new_ones(1).expand(n * r)
-        flat = view.reshape(1, n * r, s)
-        return torch.batch_norm(flat, slope, offset, zero, one, False, 0.0, 0.0, False).reshape(x.shape)
-    return torch.addcmul(offset.unsqueeze(-1), view, slope.unsqueeze(-1)).reshape(x.shape).to(x.dtype)
+    view, last = _view(x, rows)
+    if last:
+        slope, offset = _to_last(slope, rows), _to_last(offset, rows)
+    else:
+        slope, offset = slope.unsqueeze(-1), offset.unsqueeze(-1)
+    factor = other = None
+    if plus is not None:
+        factor = _to_last(plus[0].to(wide), rows) if last else plus[0].to(wide).unsqueeze(-1)
+        other = _last_view(plus[1], rows) if last else _rows_view(plus[1], rows)
+    by_rows = not last and x.device.type == "cpu" and view.shape[2] > 1 and x.dtype == wide
+    if x.device.type != "cpu" or (plus is None and not by_rows) or x.dtype != wide:
+        y = torch.addcmul(offset, view, slope)
+        y = y if factor is None or other is None else y.addcmul_(other, factor)
+        return (_from_last_view(y, x) if last else y.reshape(x.shape)).to(x.dtype)
+    if plus is None:
+        return _linear_rows(view, slope, offset).reshape(x.shape)
+    assert factor is not None and other is not None
+    y = torch.empty_like(view)
+    step = _step(view)
+    for i in range(0, view.shape[0], step):
+        part = slice(i, i + step)
+        here = [t if t.shape[0] == 1 else t[part] for t in (slope, offset, factor)]
+        if by_rows:
+            first = _linear_rows(view[part], here[0], here[1])
+            torch.addcmul(first, other[part], here[2], out=y[part])
+        else:
+            torch.addcmul(here[1], view[part], here[0], out=y[part])
+            y[part].addcmul_(other[part], here[2])
+    return _from_last_view(y, x) if last else y.reshape(x.shape)
+
+
+def _linear_rows(view: Tensor, slope: Tensor, offset: Tensor) -> Tensor:  # [n, R, s]
+    """By inference batch norm, which is faster on the CPU than multiplying and adding with broadcasting."""
+    n, r, s = view.shape
+    slope, offset = (t.expand(n, r, 1).reshape(-1) for t in (slope, offset))
+    zero, one = slope.new_zeros(n * r), slope.new_ones(n * r)
+    flat = view.reshape(1, n * r, s)
+    return torch.batch_norm(flat, slope, offset, zero, one, False, 0.0, 0.0, False).reshape(view.shape)
 
 
 def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the statistics' dtype."""
-    dtype = statistics_dtype(x)
+    """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``."""
+    dtype = center.dtype
     n = x.shape[0]
     if rows.cuts:
         flat, flat_dy = x.reshape(n, -1).to(dtype), dy.reshape(n, -1).to(dtype)
         return _row_sums(flat_dy, rows), _row_sums(flat_dy * (flat - _spread(center, rows)), rows)
-    wide, wide_dy = _wide(x), _wide(dy)
-    if _is_channels_last(wide):
-        view, view_dy = _last_view(wide, rows), _last_view(wide_dy, rows)
-        dot = (view - _to_last(center.to(view.dtype), rows)).mul_(view_dy).sum(2)
-        return _of_last(view_dy.sum(2), rows).to(dtype), _of_last(dot, rows).to(dtype)
-    view, view_dy = _rows_view(wide, rows), _rows_view(wide_dy, rows)
-    near = center.to(view.dtype).expand(n, rows.number)
-    if x.device.type == "cpu":
-        r, s = view.shape[1:]
-        one = view.new_ones(1).expand(n * r)
-        # Asked for the parameter gradients only, with a reciprocal deviation of one.
-        _, dot, total = torch.ops.aten.native_batch_norm_backward(
-            view_dy.reshape(1, n * r, s), view.reshape(1, n * r, s), None, None, None,
-            near.reshape(-1), one, True, 0.0, [False, True, True],
-        )  # fmt: skip
-        total, dot = total.reshape(n, r), dot.reshape(n, r)
+    view, last = _view(x, rows)
+    near = center.to(torch.promote_types(x.dtype, torch.float32))
+    if last:
+        view_dy, place = _last_view(dy, rows), _to_last(near, rows)
+        found: list[tuple[Tensor, Tensor]] = []
+        if _one_by_one(view):
+            return _sums_one_by_one(_wide(view), _wide(view_dy), near, center, rows)
+        step = n if x.device.type != "cpu" else _step(view)
+        for i in range(0, n, step):
+            part = slice(i, i + step)
+            g = _wide(view_dy[part])
+            product = (_wide(view[part]) - (place if place.shape[0] == 1 else place[part])).mul_(g)
+            found.append((_column_sums(g), _column_sums(product)))
+        total, dot = (_of_last(t, rows) for t in _joined(found))
     else:
-        total = view_dy.sum(2)
-        dot = (view - near.unsqueeze(-1)).mul_(view_dy).sum(2)
-    total, dot = total.to(dtype), dot.to(dtype)
-    return total, torch.addcmul(dot, total, near - center)
+        view, view_dy = _wide(view), _wide(_rows_view(dy, rows))
+        at_rows = near.expand(n, rows.number)
+        if x.device.type == "cpu":
+            r, s = view.shape[1:]
+            # Asked for the parameter gradients only, with a reciprocal deviation of one.
+            _, dot, total = torch.ops.aten.native_batch_norm_backward(
+                view_dy.reshape(1, n * r, s), view.reshape(1, n * r, s), None, None, None,
+                at_rows.reshape(-1), view.new_ones(n * r), True, 0.0, [False, True, True],
+            )  # fmt: skip
+            total, dot = total.reshape(n, r), dot.reshape(n, r)
+        else:
+            total = view_dy.sum(2)
+            dot = (view - at_rows.unsqueeze(-1)).mul_(view_dy).sum(2)
+    return _about(center, near, total, dot)
+
+
+def _sums_one_by_one(
+    view: Tensor, view_dy: Tensor, near: Tensor, center: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    n, parts, _, c = view.shape
+    at = _to_last(near, rows).expand(n, parts, 1, c).reshape(n * parts, c).unbind(0)
+    one = view.new_ones(c)
+    found = [
+        torch.ops.aten.native_batch_norm_backward(g, v, None, None, None, m, one, True, 0.0, [False, True, True])[1:]
+        for g, v, m in zip(_images(view_dy), _images(view), at, strict=True)
+    ]
+    dot, total = (_of_last(t.reshape(n, parts, c), rows) for t in _joined(found))
+    return _about(center, near, total, dot)
+
+
+def _about(center: Tensor, near: Tensor, total: Tensor, dot: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums about ``near`` as sums about ``center``, of which it is the rounded value."""
+    if near.dtype == center.dtype:
+        return total, dot
+    total = total.to(center.dtype)
+    return total, torch.addcmul(dot.to(center.dtype), total, near - center)
 
 
 def input_gradient(
@@ -257,20 +365,16 @@ def input_gradient(
     if slope is None:
         if dy is None or scale is None:
             raise ValueError("input_gradient needs a slope, or dy and a scale")
-        return _linear(dy.to(x.dtype), rows, scale, torch.zeros_like(scale) if offset is None else offset)
-    dtype = mean.dtype
+        offset = torch.zeros_like(scale) if offset is None else offset
+        if rows.cuts:
+            flat = dy.reshape(x.shape[0], -1).to(scale.dtype) * _spread(scale, rows) + _spread(offset, rows)
+            return _like(flat.reshape(x.shape), x)
+        return _linear(dy.to(x.dtype), rows, scale, offset)
     constant = -slope * mean if offset is None else offset - slope * mean
     if rows.cuts:
         n = x.shape[0]
-        dx = x.reshape(n, -1).to(dtype) * _spread(slope, rows) + _spread(constant, rows)
+        dx = x.reshape(n, -1).to(mean.dtype) * _spread(slope, rows) + _spread(constant, rows)
         if dy is not None and scale is not None:
-            dx = dx + dy.reshape(n, -1).to(dtype) * _spread(scale, rows)
+            dx = dx + dy.reshape(n, -1).to(mean.dtype) * _spread(scale, rows)
         return _like(dx.reshape(x.shape), x)
-    dx = _linear(_wide(x), rows, slope, constant)
-    if dy is not None and scale is not None:
-        wide = _wide(dy)
-        if _is_channels_last(dx):
-            _last_view(dx, rows).addcmul_(_last_view(wide, rows), _to_last(scale.to(dx.dtype), rows))
-        else:
-            _rows_view(dx, rows).addcmul_(_rows_view(wide, rows), scale.to(dx.dtype).unsqueeze(-1))
-    return dx.to(x.dtype)
+    return _linear(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy))

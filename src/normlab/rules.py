@@ -7,9 +7,9 @@ parameters of its own) that a module instantiates. The papers' rules are here; a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 
 from . import pools as _pools
 from .distributed import gather_statistics
-from .engine import Coefficients, Moments, Rule
+from .engine import Coefficients, Moments, Rule, at_least_single
 from .pools import Plan, Pool, Pooled, parse_pool
 from .running import Track
 from .sparse import sparsestmax
@@ -29,7 +29,7 @@ class Sources(NamedTuple):
     """What a call offers to a rule."""
 
     plans: tuple[Plan, ...]  # one a pool: statistics of this batch
-    running: tuple[tuple[Tensor, Tensor] | None, ...]  # one a pool: running (mean, var), [1 or N, R]; None: untracked
+    running: tuple[tuple[Tensor, Tensor] | None, ...]  # one a pool: running (mean, var), [1 or N, R], where needed
     live: tuple[bool, ...]  # whether each pool takes the batch's statistics or the running ones
     batches: Tensor | None  # how many batches were tracked: [] or [N, 1]
     eps: float
@@ -43,6 +43,7 @@ class Statistics:
     """
 
     pools: tuple[Pool, ...] = ()
+    reads_running = False  # whether the rule wants running statistics also while the batch's normalize
 
     def check(self, channels: int) -> None:
         """Raise where these statistics cannot serve that many channels."""
@@ -129,7 +130,7 @@ class Single(Statistics):
     def rule(self, sources: Sources) -> Rule:
         if self.example_weight and not sources.live[0]:
             return _WithExample(self, sources)
-        return _Mix(sources, mixed=False)
+        return _Mix(sources)
 
 
 class _WithExample:
@@ -155,12 +156,20 @@ class _Mix:
     The gradient is that of Switchable Normalization's appendix, written with each pool's averaging operator P, which is
     its own adjoint: with M and S the gradients at ``center`` and at the variance, a pool of weights w, w' adds
     ``P(w M) + 2 (mean - mu) P(w' S)`` to the offset of dx and ``2 P(w' S)`` to its slope.
+
+    ``weighting`` turns the tensors given, logits of ``[K]`` or ``[K, groups]``, into weights; None: one pool, weight one.
     """
 
-    def __init__(self, sources: Sources, mixed: bool) -> None:
-        self.sources, self.mixed = sources, mixed
+    def __init__(self, sources: Sources, weighting: Callable[..., Tensor] | None = None, groups: int = 1) -> None:
+        self.sources, self.weighting, self.groups = sources, weighting, groups
+        self.reads_moments = any(sources.live)
+        self.per_group = Plan(_pools.group(groups), sources.plans[0].rows, _pools.Segments())
 
-    def __call__(self, moments: Moments, *weights: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+    def __call__(self, moments: Moments, *logits: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+        weights = None
+        if self.weighting is not None:
+            weights = self.weighting(*logits)  # [2, K] or [2, K, groups]
+            weights = weights.unsqueeze(2) if self.groups == 1 else self._to_rows(weights)
         seen: list[Pooled | None] = []
         center = var = None
         for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True)):
@@ -170,48 +179,104 @@ class _Mix:
                 m, v = plan.expand(pooled.mean), plan.expand(pooled.var)
             else:
                 seen.append(None)
-                m, v = self._running(k, moments)
-            if self.mixed:
-                m, v = m * weights[0][k], v * weights[1][k]
+                m, v = self._running(k, moments.mean.dtype)
+            if weights is not None:
+                m, v = m * weights[0, k], v * weights[1, k]
             center = m if center is None else center + m
             var = v if var is None else var + v
         assert center is not None and var is not None
         return Coefficients(center, torch.rsqrt(var + self.sources.eps)), seen
 
-    def _running(self, k: int, moments: Moments) -> tuple[Tensor, Tensor]:
+    def _running(self, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         running = self.sources.running[k]
         assert running is not None
-        return running[0].to(moments.mean.dtype), running[1].to(moments.mean.dtype)
+        return running[0].to(dtype), running[1].to(dtype)
+
+    def _to_rows(self, weights: Tensor) -> Tensor:  # [2, K, groups] to [2, K, R]
+        return self.per_group.expand(weights.flatten(0, 1)).reshape(2, weights.shape[1], -1)
+
+    def _weights(self, logits: Sequence[Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
+        """Weights as ``w[i][k]``: numbers on the CPU, where reading them costs nothing, tensors elsewhere."""
+        assert self.weighting is not None
+        weights = self.weighting(*(t.to(dtype) for t in logits))
+        if self.groups > 1:
+            return weights, self._to_rows(weights)
+        return weights, weights.tolist() if weights.device.type == "cpu" else weights
+
+    def compute(
+        self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]
+    ) -> tuple[Coefficients, list[Pooled | None]]:
+        seen: list[Pooled | None] = []
+        w = None if self.weighting is None else self._weights(tensors, stats.dtype)[1]
+        center = var = None
+        for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True)):
+            if live:
+                pooled = plan.stacked_statistics(stats, size)
+                seen.append(pooled)
+                m, v = (pooled.mean, pooled.var) if plan.direct else (plan.expand(pooled.mean), plan.expand(pooled.var))
+            else:
+                seen.append(None)
+                m, v = self._running(k, stats.dtype)
+            if w is not None:
+                m, v = m * w[0][k], v * w[1][k]
+            center = m if center is None else center + m
+            var = v if var is None else var + v
+        assert center is not None and var is not None
+        return Coefficients(center, (var + self.sources.eps).rsqrt_()), seen
 
     def gradient(
         self,
-        moments: Moments,
+        stats: Tensor,
+        size: int | Tensor,
         seen: list[Pooled | None],
         tensors: Sequence[Tensor],
         scale: Tensor,
         d_center: Tensor,
         d_scale: Tensor,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
-        d_var = d_scale * scale.pow(3).mul_(-0.5)
+        d = torch.empty_like(stats) if stats.shape[1:] == d_center.shape else stats.new_empty((2, *d_center.shape))
+        d[0] = d_center
+        torch.mul(d_scale, scale * scale * scale * -0.5, out=d[1])
+        found: list[Tensor] = []
+        weights = w = None
+        if self.weighting is not None:
+            weights, w = self._weights(tensors, stats.dtype)
         offset = half = None
-        d_weights: tuple[list[Tensor], list[Tensor]] = ([], [])
         for k, (plan, pooled) in enumerate(zip(self.sources.plans, seen, strict=True)):
-            m_k, v_k = d_center, d_var
-            if self.mixed:
-                if pooled is None:
-                    mean, var = self._running(k, moments)
-                else:
-                    mean, var = plan.expand(pooled.mean), plan.expand(pooled.var)
-                d_weights[0].append((d_center * mean).sum_to_size(tensors[0][k].shape))
-                d_weights[1].append((d_var * var).sum_to_size(tensors[1][k].shape))
-                m_k, v_k = d_center * tensors[0][k], d_var * tensors[1][k]
-            if pooled is not None:
-                o, h = plan.adjoint(m_k, v_k, pooled, moments.mean)
-                offset = o if offset is None else offset + o
+            if self.groups > 1 or pooled is None:
+                total, o, h = self._gradient_of_rows(k, plan, pooled, d, w, stats)
+            else:
+                total, o, h = plan.stacked_adjoint(d, pooled, stats, None if w is None else (w[0][k], w[1][k]))
+            if total is not None:
+                found.append(total)
+            if o is not None:
+                offset = o if offset is None else offset.add_(o) if offset.shape == d[0].shape else offset + o
                 half = h if half is None else half + h
         slope = None if half is None else half * 2
-        found = tuple(torch.stack(d) for d in d_weights) if self.mixed else ()
-        return offset, slope, found
+        if weights is None:
+            return offset, slope, ()
+        d_weights = torch.stack(found, 1)  # [2, K] or [2, K, groups]
+        d_logits = weights * (d_weights - (weights * d_weights).sum(1, keepdim=True))
+        return offset, slope, tuple(d_logits.unbind(0))
+
+    def _gradient_of_rows(
+        self, k: int, plan: Plan, pooled: Pooled | None, d: Tensor, w: Any, stats: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Running statistics, and weights that differ between channels: nothing to share, so written out."""
+        total = offset = half = None
+        weighted = d
+        if w is not None:
+            if pooled is None:
+                at_rows = self._running(k, d.dtype)
+            else:
+                at_rows = plan.expand(pooled.mean), plan.expand(pooled.var)
+            each = torch.stack((d[0] * at_rows[0], d[1] * at_rows[1])).sum(1)  # [2, R]
+            total = each.sum(1) if self.groups == 1 else self.per_group.sum(each)
+            if pooled is not None:
+                weighted = torch.stack((d[0] * w[0][k], d[1] * w[1][k]))
+        if pooled is not None:
+            offset, half = plan.adjoint(weighted[0], weighted[1], pooled, stats[0])
+        return total, offset, half
 
 
 _ONE_HOT = 16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
@@ -268,10 +333,9 @@ class Mixture(Statistics):
 
     def weights(self, p: Mapping[str, Tensor]) -> Tensor:  # [2, K] or [2, K, groups]
         """The importance weights of means and of variances."""
-        logits = torch.stack((p["mean_weight"], p["var_weight"]))
         if self.weighting == "sparsestmax":
-            return sparsestmax(logits, p["radius"], dim=1)
-        return torch.softmax(logits, 1)
+            return sparsestmax(torch.stack((p["mean_weight"], p["var_weight"])), p["radius"], dim=1)
+        return _softmax(p["mean_weight"], p["var_weight"])
 
     def one_hot_logits(self, k: int) -> Tensor:
         """Logits that put all the weight on pool ``k``."""
@@ -279,32 +343,28 @@ class Mixture(Statistics):
         logits[k] = _ONE_HOT
         return logits if self.groups == 1 else logits.unsqueeze(1).repeat(1, self.groups)
 
-    def tensors(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self.weights(p).unbind(0))
-
     def rule(self, sources: Sources) -> Rule:
-        mix = _Mix(sources, mixed=True)
-        return mix if self.groups == 1 else _GroupedMix(mix, self.groups)
+        if self.weighting == "softmax":
+            return _Mix(sources, _softmax, self.groups)
+        return _SparseMix(_Mix(sources, _sparsest, self.groups))
 
 
-class _GroupedMix:
-    """Weights ``[K, groups]`` repeated over the rows of each channel group, then a mix as any other."""
+def _softmax(mean_weight: Tensor, var_weight: Tensor) -> Tensor:
+    return torch.softmax(at_least_single(torch.stack((mean_weight, var_weight))), 1)
 
-    def __init__(self, mix: _Mix, groups: int) -> None:
-        self.mix, self.groups = mix, groups
-        self.per_group = Plan(_pools.group(groups), mix.sources.plans[0].rows, _pools.Segments())
 
-    def _expand(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:  # [K, groups] to [K, 1, R]
-        return tuple(self.per_group.expand(w).unsqueeze(1) for w in weights)
+def _sparsest(mean_weight: Tensor, var_weight: Tensor, radius: Tensor) -> Tensor:
+    return sparsestmax(at_least_single(torch.stack((mean_weight, var_weight))), radius, dim=1)
 
-    def __call__(self, moments: Moments, *weights: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        return self.mix(moments, *self._expand(weights))
 
-    def gradient(
-        self, moments: Moments, seen: Any, tensors: Sequence[Tensor], *given: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
-        offset, slope, found = self.mix.gradient(moments, seen, self._expand(tensors), *given)
-        return offset, slope, tuple(self.per_group.sum(d.squeeze(1)) for d in found if d is not None)
+class _SparseMix:
+    """SparsestMax has no gradient as short as softmax's: autograd differentiates the whole rule."""
+
+    def __init__(self, mix: _Mix) -> None:
+        self.mix = mix
+
+    def __call__(self, moments: Moments, *logits: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+        return self.mix(moments, *logits)
 
 
 @dataclass(frozen=True)
@@ -330,6 +390,7 @@ class Renorm(Statistics):
     r_steps: int = 40000
     d_steps: int = 25000
     ghost: int | None = None
+    reads_running: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.r_max < 1 or self.d_max < 0:
@@ -354,7 +415,7 @@ class Renorm(Statistics):
 
     def rule(self, sources: Sources) -> Rule:
         if not sources.live[0] or sources.running[0] is None:
-            return _Mix(sources, mixed=False)
+            return _Mix(sources)
         return _Corrected(self, sources)
 
 
@@ -472,7 +533,7 @@ class Kalman(Statistics):
 
     def rule(self, sources: Sources) -> Rule:
         if not sources.live[0]:
-            return _Mix(sources, mixed=False)
+            return _Mix(sources)
         return _Predicted(self, sources)
 
 

@@ -59,7 +59,7 @@ def acceptable(
         ok = torch.stack([torch.isfinite(t).all() for t in held]).all().reshape(1, 1)
     count = seen[0].count
     if isinstance(segments.branch, Tensor) or (isinstance(count, Tensor) and count.shape[0] == 1):
-        _, _, present = _average_segments(*seen[0], segments.branch, branches or 1)
+        _, _, present = _average_segments(*seen[0][:3], segments.branch, branches or 1)
         present = present.any(1, keepdim=True)
         ok = present if ok is None else present & ok
     return ok
@@ -91,7 +91,7 @@ def update_(
     Ghost batches count as the workers they stand for: the average of their means and of their variances (of their
     second moments, for a total variance) moves the running statistics once. Branches without samples, and what ``ok`` refuses, change nothing.
     """
-    seen_mean, seen_var, count = (t.detach() if isinstance(t, Tensor) else t for t in seen)
+    seen_mean, seen_var, count = seen.mean, seen.var, seen.count
     if how == "unbiased":
         bessel = count / (count - 1).clamp_min(1) if isinstance(count, Tensor) else count / max(count - 1, 1)
         seen_var = seen_var * bessel

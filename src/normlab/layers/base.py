@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -257,16 +258,11 @@ class Norm(nn.Module):
         if isinstance(self.statistics, Positional):
             return normalize_positions(x, *self._affine(label, branch, style, x), self.eps)
         spatial = prod(x.shape[2:])
-        rows = rows_for(self.statistics.pools, self.num_features, spatial)
         live_batch = self._uses_batch()
-        segments = self._segments(x, branch)
+        rows, segments, plans = self._plans(x, spatial, branch)
         if live_batch:
             self._check_counts(x, spatial, segments)
         self._check_run_shape(x, live_batch)
-        plans = tuple(
-            Plan(pool, rows, s, self.process_group)
-            for pool, s in zip(self.statistics.pools, segments, strict=True)
-        )
         rule = self.statistics.rule(self._sources(plans, rows, branch, live_batch))
         tensors = (*self.statistics.tensors({n: getattr(self, n) for n in self._learned}), *extra)
         weight, bias = self._affine(label, branch, style, x)
@@ -277,9 +273,7 @@ class Norm(nn.Module):
             tensors = (*tensors, ones, zeros, *(getattr(self, n) for n in self._predictor))
             weight = bias = None
         y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
-        if live_batch and x.shape[0]:
-            self._observe(seen, segments, x)
-        elif live_batch and self.process_group is not None:
+        if live_batch and (x.shape[0] or self.process_group is not None):
             self._observe(seen, segments, x)
         return y
 
@@ -290,17 +284,18 @@ class Norm(nn.Module):
         forced = self.policy.normalize_with
         return self.training if forced is None else forced == "batch"
 
-    def _segments(self, x: Tensor, branch: int | Tensor) -> tuple[Segments, ...]:
+    def _plans(
+        self, x: Tensor, spatial: int, branch: int | Tensor
+    ) -> tuple[Rows, tuple[Segments, ...], tuple[Plan, ...]]:
         branches = 1 if self.branches is None else len(self.branches)
-        return tuple(
-            make_segments(x.shape[0], pool.ghost, branches, branch, x.device) if pool.over_batch else Segments()
-            for pool in self.statistics.pools
-        )
+        make = _plans if isinstance(branch, Tensor) or torch.compiler.is_compiling() else _cached_plans
+        pools, c, n = self.statistics.pools, self.num_features, x.shape[0]
+        return make(pools, c, spatial, n, branches, branch, x.device, self.process_group)
 
     def _sources(self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources:
         stored: list[tuple[Tensor, Tensor] | None] = []
         for plan, names, track in zip(plans, self._buffers_of, self._tracks, strict=True):
-            if names is None or track is None:
+            if names is None or track is None or (live_batch and not self.statistics.reads_running):
                 stored.append(None)
                 continue
             mean, var = (self._of_branch(getattr(self, n), branch) for n in names)  # [1 or N, *shape]
@@ -550,6 +545,21 @@ class Norm(nn.Module):
 
 def _beside(x: Tensor, index: int | Tensor) -> int | Tensor:
     return index.to(x.device) if isinstance(index, Tensor) else index
+
+
+def _plans(
+    pools: tuple[Pool, ...], channels: int, spatial: int, samples: int, branches: int, branch: int | Tensor,
+    device: torch.device, process_group: ProcessGroup | None,
+) -> tuple[Rows, tuple[Segments, ...], tuple[Plan, ...]]:  # fmt: skip
+    """Rows, segments and plans of every pool for one shape of input."""
+    rows = rows_for(pools, channels, spatial)
+    segments = tuple(
+        make_segments(samples, p.ghost, branches, branch, device) if p.over_batch else Segments() for p in pools
+    )
+    return rows, segments, tuple(Plan(p, rows, s, process_group) for p, s in zip(pools, segments, strict=True))
+
+
+_cached_plans = lru_cache(maxsize=512)(_plans)
 
 
 def _check_branches(branches: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,310 @@
+"""Every normalizer beside nn.BatchNorm2d and beside its formula written naively, forward + backward, on this machine.
+
+    python benchmarks/layers.py --out benchmarks/layers.csv
+
+Rounds are interleaved (one call of each candidate, again and again) and the median of the ratios of each round is
+reported, so that a machine that slows down slows all of them. Saved bytes are what autograd keeps between forward and
+backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import normlab
+
+SHAPES = [
+    (8, 64, 112, 112),
+    (8, 256, 56, 56),
+    (8, 512, 28, 28),
+    (8, 1024, 14, 14),
+    (8, 2048, 7, 7),
+    (128, 64, 32, 32),
+]
+CLASSES = 10
+
+
+@dataclass
+class Case:
+    """A normalizer, what it is called with, and its formula in plain torch operators."""
+
+    name: str
+    make: Callable[[int], nn.Module]
+    arguments: Callable[[Tensor], tuple]
+    naive: Callable[[Tensor, nn.Module, tuple], Tensor]
+
+
+def _affine(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+    place = (-1, x.shape[1], 1, 1)
+    return x if w is None or b is None else x * w.reshape(place) + b.reshape(place)
+
+
+def _standard(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    return (x - mean) / torch.sqrt(var + 1e-5)
+
+
+def naive_batch(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    return _affine(_standard(x, (0, 2, 3)), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_instance(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    return _affine(_standard(x, (2, 3)), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_layer(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    return _affine(_standard(x, (1, 2, 3)), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_positional(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    return _affine(_standard(x, (1,)), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_group(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    n, c, h, w = x.shape
+    return _affine(_standard(x.reshape(n, 32, -1), (2,)).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_batch_group(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    n = x.shape[0]
+    groups = m.statistics.pools[0].groups  # type: ignore[union-attr, index]
+    return _affine(_standard(x.reshape(n, groups, -1), (0, 2)).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_ghost(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    n, c, h, w = x.shape
+    return _affine(_standard(x.reshape(n // 4, 4, c, h, w), (1, 3, 4)).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_switch(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    # As the public implementation writes it: three means and variances, then the mixture.
+    n, c, h, w = x.shape
+    flat = x.reshape(n, c, -1)
+    mean_in = flat.mean(-1, keepdim=True)
+    var_in = flat.var(-1, keepdim=True)
+    second = var_in + mean_in**2
+    mean_ln = mean_in.mean(1, keepdim=True)
+    var_ln = second.mean(1, keepdim=True) - mean_ln**2
+    mean_bn = mean_in.mean(0, keepdim=True)
+    var_bn = second.mean(0, keepdim=True) - mean_bn**2
+    p, q = torch.softmax(m.mean_weight, 0), torch.softmax(m.var_weight, 0)  # type: ignore[arg-type]
+    mean = p[0] * mean_in + p[1] * mean_ln + p[2] * mean_bn
+    var = q[0] * var_in + q[1] * var_ln + q[2] * var_bn
+    return _affine(((flat - mean) / (var + 1e-5).sqrt()).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_conditional(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    return _affine(_standard(x, (0, 2, 3)), m.class_weight[a[0]], m.class_bias[a[0]])  # type: ignore[index]
+
+
+def naive_sandwich(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    y = _affine(_standard(x, (0, 2, 3)), m.weight, m.bias)  # type: ignore[arg-type]
+    return _affine(y, m.class_weight[a[0]], m.class_bias[a[0]])  # type: ignore[index]
+
+
+def naive_auxiliary(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    return _affine(_standard(x, (0, 2, 3)), m.branch_weight[a[0]], m.branch_bias[a[0]])  # type: ignore[index]
+
+
+def naive_sandwich_auxiliary(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    y = _affine(_standard(x, (0, 2, 3)), m.weight, m.bias)  # type: ignore[arg-type]
+    return _affine(y, m.branch_weight[a[0]], m.branch_bias[a[0]])  # type: ignore[index]
+
+
+def naive_style(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    var, mean = torch.var_mean(a[0], (2, 3), correction=0, keepdim=True)
+    return _standard(x, (2, 3)) * (var + 1e-5).sqrt() + mean
+
+
+def naive_modes(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    gates = torch.softmax(nn.functional.linear(x.mean((2, 3)), m.gate_weight, m.gate_bias), 1)  # type: ignore[arg-type]
+    y = torch.zeros_like(x)
+    for k in range(gates.shape[1]):
+        g = gates[:, k].reshape(-1, 1, 1, 1)
+        count = g.sum() * x[0, 0].numel()
+        mean = (g * x).sum((0, 2, 3), keepdim=True) / count
+        var = (g * (x - mean) ** 2).sum((0, 2, 3), keepdim=True) / count
+        y = y + g * (x - mean) / (var + 1e-5).sqrt()
+    return _affine(y, m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def _nothing(x: Tensor) -> tuple:
+    return ()
+
+
+def _labels(x: Tensor) -> tuple:
+    return (torch.arange(x.shape[0]) % CLASSES,)
+
+
+def _groups(c: int) -> int:
+    """Batch group norm's group number: half the channels."""
+    return c // 2
+
+
+CASES = [
+    Case("batch", lambda c: normlab.BatchNorm2d(c), _nothing, naive_batch),
+    Case("instance", lambda c: normlab.InstanceNorm2d(c, affine=True), _nothing, naive_instance),
+    Case("layer", lambda c: normlab.LayerNorm2d(c), _nothing, naive_layer),
+    Case("group", lambda c: normlab.GroupNorm2d(32, c), _nothing, naive_group),
+    Case("positional", lambda c: normlab.PositionalNorm2d(c), _nothing, naive_positional),
+    Case("batch_group", lambda c: normlab.BatchGroupNorm2d(c, _groups(c)), _nothing, naive_batch_group),
+    Case("batch_group_strips", lambda c: normlab.BatchGroupNorm2d(c, c * 7 if c > 64 else 512), _nothing, naive_batch_group),
+    Case("ghost", lambda c: normlab.BatchNorm2d(c, ghost=4), _nothing, naive_ghost),
+    Case("switchable", lambda c: normlab.SwitchNorm2d(c), _nothing, naive_switch),
+    Case("conditional", lambda c: normlab.ConditionalBatchNorm2d(c, CLASSES), _labels, naive_conditional),
+    Case("sandwich", lambda c: normlab.SandwichBatchNorm2d(c, CLASSES), _labels, naive_sandwich),
+    Case("auxiliary", lambda c: normlab.AuxiliaryBatchNorm2d(c), lambda x: ("aux",), naive_auxiliary),
+    Case(
+        "sandwich_auxiliary",
+        lambda c: normlab.SandwichAuxiliaryBatchNorm2d(c),
+        lambda x: ("aux",),
+        naive_sandwich_auxiliary,
+    ),
+    Case("adaptive_instance", lambda c: normlab.AdaptiveInstanceNorm2d(c), lambda x: (x.flip(0),), naive_style),
+    Case("mode", lambda c: normlab.ModeNorm2d(c), _nothing, naive_modes),
+    Case("batch_renorm", lambda c: normlab.BatchRenorm2d(c), _nothing, naive_batch),
+    Case("meta", lambda c: normlab.InstanceLevelMetaNorm2d(c), _nothing, naive_instance),
+]
+
+
+class Naive(nn.Module):
+    def __init__(self, case: Case, layer: nn.Module) -> None:
+        super().__init__()
+        self.case, self.layer = case, layer
+
+    def forward(self, x: Tensor, *a: object) -> Tensor:
+        return self.case.naive(x, self.layer, a)
+
+
+def step(layer: nn.Module, x: Tensor, dy: Tensor, arguments: tuple) -> None:
+    x.grad = None
+    layer(x, *arguments).backward(dy)
+
+
+def saved_bytes(layer: nn.Module, x: Tensor, arguments: tuple) -> int:
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer(x, *arguments)
+    return sum(kept.values())
+
+
+def seconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(shape: tuple[int, ...], last: bool, rounds: int, only: set[str] | None) -> list[dict[str, object]]:
+    layout = torch.channels_last if last else torch.contiguous_format
+    x = torch.randn(shape).contiguous(memory_format=layout).requires_grad_()
+    dy = torch.randn(shape).contiguous(memory_format=layout)
+    c = shape[1]
+    base = nn.BatchNorm2d(c)
+    reference = lambda: step(base, x, dy, ())  # noqa: E731
+    base_bytes = saved_bytes(base, x, ())
+    rows = []
+    for case in CASES:
+        if only is not None and case.name not in only:
+            continue
+        layer = case.make(c)
+        arguments = case.arguments(x.detach())
+        naive = Naive(case, case.make(c))
+        ours = lambda: step(layer, x, dy, arguments)  # noqa: B023, E731
+        written = lambda: step(naive, x, dy, arguments)  # noqa: B023, E731
+        ratios, slower, times = [], [], []
+        for i in range(rounds + 2):
+            pair = (reference, ours) if i % 2 else (ours, reference)
+            first, second = (seconds(run) for run in pair)
+            a, b = (first, second) if i % 2 else (second, first)
+            if i >= 2:
+                ratios.append(b / a)
+                times.append(b)
+        for i in range(max(3, rounds // 4) + 1):
+            n, b = seconds(written), seconds(ours)
+            if i:
+                slower.append(n / b)
+        rows.append(
+            {
+                "normalizer": case.name,
+                "shape": "x".join(map(str, shape)),
+                "elements": x.numel(),
+                "layout": "channels_last" if last else "contiguous",
+                "ratio_to_batchnorm2d": round(statistics.median(ratios), 3),
+                "naive_over_ours": round(statistics.median(slower), 2),
+                "saved_bytes": saved_bytes(layer, x, arguments),
+                "saved_bytes_batchnorm2d": base_bytes,
+                "saved_over_batchnorm2d_per_NC": round(
+                    (saved_bytes(layer, x, arguments) - base_bytes) / (4 * shape[0] * c), 2
+                ),
+            }
+        )
+        print("{normalizer:20} {shape:16} {layout:14} {ratio_to_batchnorm2d:7.2f} {naive_over_ours:8.1f} "
+              "{saved_over_batchnorm2d_per_NC:8.1f}".format(**rows[-1]), flush=True)  # fmt: skip
+    return rows
+
+
+def machine() -> dict[str, object]:
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = named[0] if named else model
+    return {
+        "device": f"{model}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "src") else ""),
+    }
+
+
+def write(rows: list[dict[str, object]], out: Path) -> None:
+    extra = machine()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=out.parent, delete=False, newline="") as f:
+        table = csv.DictWriter(f, [*rows[0], *extra])
+        table.writeheader()
+        table.writerows({**row, **extra} for row in rows)
+    os.replace(f.name, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", help="normalizers, separated by commas")
+    parser.add_argument("--shapes", type=int, nargs="*", help="indices into the list of shapes")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    only = set(arguments.only.split(",")) if arguments.only else None
+    shapes = [SHAPES[i] for i in arguments.shapes] if arguments.shapes else SHAPES
+    print(f"{'normalizer':20} {'shape':16} {'layout':14} {'x BN2d':>7} {'naive/x':>8} {'saved/NC':>8}")
+    rows = [r for shape in shapes for last in (False, True) for r in measure(shape, last, arguments.rounds, only)]
+    write(rows, arguments.out)
+    print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
