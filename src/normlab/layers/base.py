@@ -302,11 +302,15 @@ class Norm(nn.Module):
             if len(track.shape) == 1:
                 spread = Plan(replace(plan.pool, over_batch=False, ghost=None), rows, Segments())
                 mean, var = spread.expand(mean), spread.expand(var)
+            if torch.is_grad_enabled():  # what backward reads must not move with the buffers
+                mean, var = mean.clone(), var.clone()
             stored.append((mean, var))
         live = tuple(live_batch or not pool.over_batch for pool in self.statistics.pools)
         batches = self.num_batches_tracked
         if isinstance(batches, Tensor) and self.branches is not None:
             batches = batches[branch] if isinstance(branch, int) else batches[branch].unsqueeze(1)
+        if isinstance(batches, Tensor) and any(s is not None for s in stored):
+            batches = batches.clone()
         return Sources(plans, tuple(stored), live, batches, self.eps)  # type: ignore[arg-type]
 
     def _of_branch(self, buffer: Tensor, branch: int | Tensor) -> Tensor:
