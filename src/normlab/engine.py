@@ -283,7 +283,7 @@ class _Normalize(torch.autograd.Function):
             ctx.rule, ctx.rows, ctx.size, ctx.closed, ctx.leaves = rule, rows, size, closed, leaves
             ctx.standard, ctx.seen = standard, seen if closed else None
             ctx.save_for_backward(x, stats, weight, bias, *tensors)
-        return y
+        return y.data  # not a view, which autograd would not let nn.ReLU(inplace=True) write to
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]

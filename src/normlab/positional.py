@@ -67,7 +67,7 @@ class _Positional(torch.autograd.Function):
             y.mul_(_place(weight, x))
         if bias is not None:
             y.add_(_place(bias, x))
-        return y.to(x.dtype)
+        return y.to(x.dtype).data  # not a view, as in the engine
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
