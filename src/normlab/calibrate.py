@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .distributed import gather_statistics
+from .distributed import gather_statistics, sum_over_ranks
 from .layers.base import Norm
 from .pools import Pooled, Segments
 from .running import Policy
@@ -29,22 +29,43 @@ class Observer:
 
     def __init__(self) -> None:
         self.totals: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # mean, var, count: [branches or 1, G]
-        self.batches = 0
+        self.batches: Tensor | None = None  # [branches or 1]
+        self.shape: tuple[int, ...] | None = None
 
-    def __call__(self, layer: Norm, seen: Sequence[Pooled | None], segments: Sequence[Segments]) -> None:
-        self.batches += 1
+    def __call__(
+        self,
+        layer: Norm,
+        seen: Sequence[Pooled | None],
+        segments: Sequence[Segments],
+        shape: tuple[int, ...],
+    ) -> None:
+        if hasattr(layer, "run_shape") and self.shape not in (None, shape):
+            raise ValueError(
+                f"calibrating {type(layer).__name__}, whose groups cross channels, needs one resolution; "
+                f"got {list(self.shape or ())} and {list(shape)}"
+            )
+        self.shape = shape
         branches = 1 if layer.branches is None else len(layer.branches)
+        present = None
         for names, pooled, s in zip(layer._buffers_of, seen, segments, strict=True):
             if names is None or pooled is None:
                 continue
-            mean, var, count = pooled.mean, pooled.var, pooled.count
-            count = torch.as_tensor(count, dtype=torch.float64, device=mean.device).expand_as(mean)
+            dtype = _widest(pooled.mean)
+            mean, var = pooled.mean.detach().to(dtype), pooled.var.detach().to(dtype)
+            count = torch.as_tensor(pooled.count, device=mean.device).detach().to(dtype).expand_as(mean)
             of = s.branch
             of = torch.full((mean.shape[0],), of, device=mean.device) if isinstance(of, int) else of
             for i in range(mean.shape[0]):  # a segment at a time: their means differ, and that counts as variance
                 row = of[i : i + 1]
-                part = (_place(t[i : i + 1].detach().double(), row, branches) for t in (mean, var, count))
-                self.totals[names[0]] = merge(self.totals.get(names[0]), tuple(part))  # type: ignore[arg-type]
+                part = tuple(_place(t[i : i + 1], row, branches) for t in (mean, var, count))
+                self.totals[names[0]] = merge(self.totals.get(names[0]), part)  # type: ignore[arg-type]
+            present = mean.new_zeros(branches).index_add(0, of, count.sum(1)) > 0
+        if present is not None:
+            self.batches = present.long() if self.batches is None else self.batches + present
+
+
+def _widest(t: Tensor) -> torch.dtype:
+    return torch.float32 if t.device.type == "mps" else torch.float64
 
 
 def _place(t: Tensor, row: Tensor, branches: int) -> Tensor:  # [1, G] to [branches, G], zero elsewhere
@@ -54,12 +75,12 @@ def _place(t: Tensor, row: Tensor, branches: int) -> Tensor:  # [1, G] to [branc
 def merge(
     total: tuple[Tensor, Tensor, Tensor] | None, part: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and count of the union."""
+    """Mean, variance and count of the union; counts may be soft, so less than one."""
     if total is None:
         return part
     mean, var, count = total
     whole = count + part[2]
-    share = part[2] / torch.where(whole > 0, whole, 1)  # soft counts of modes may lie below one
+    share = part[2] / whole.clamp_min(torch.finfo(whole.dtype).tiny)
     apart = part[0] - mean
     var = var + share * (part[1] - var) + share * (1 - share) * apart.square()
     return mean + share * apart, var, whole
@@ -94,8 +115,10 @@ def calibrate(
     True
     """
     if any(isinstance(m, _BatchNorm) for m in model.modules()):
-        raise TypeError('calibrate() reaches normlab layers and this model has torch batch norm; convert(model, "batch") '
-                        "first (undo(model) or fold(model) gives torch layers back)")  # fmt: skip
+        raise TypeError(
+            "calibrate() reaches normlab layers and this model has torch batch norm; call convert(model, 'batch') "
+            "first (undo(model) or fold(model) gives torch layers back)"
+        )
     layers = [m for m in model.modules() if isinstance(m, Norm) and m.track_running_stats]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no normalization layer with running statistics")
@@ -107,19 +130,18 @@ def calibrate(
         model.eval()
         for layer, observer in zip(layers, observers, strict=True):
             layer.policy, layer.observer = Policy(normalize_with="batch", update=True), observer
-            if layer._run_shape is not None:
-                layer._set_run_shape(None)
         seen = 0
         for batch in loader:
             if batches is not None and seen == batches:
                 break
             run(model, batch)
             seen += 1
-        if not seen:
-            raise ValueError("the loader gave no batch, so there is nothing to calibrate with")
         group = process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        place = layers[0].get_buffer("running_mean").device
+        if not (seen if group is None else int(sum_over_ranks(torch.tensor([seen], device=place), group))):
+            raise ValueError("the loader gave no batch, so there is nothing to calibrate with")
         for layer, observer in zip(layers, observers, strict=True):
             _write(layer, observer, group)
     finally:
@@ -139,20 +161,27 @@ def _default_forward(model: nn.Module, batch: Any) -> Any:
 
 
 def _write(layer: Norm, observer: Observer, group: ProcessGroup | None) -> None:
+    group = None if layer.process_group is not None else group  # synchronized layers saw all ranks' data already
+    counter = layer.get_buffer("num_batches_tracked")
+    batches = observer.batches
+    batches = torch.zeros_like(counter) if batches is None else batches.reshape(counter.shape)
+    if group is not None:
+        batches = sum_over_ranks(batches, group)
     for names in layer._buffers_of:
-        if names is None or names[0] not in observer.totals:
+        if names is None:
             continue
-        mean, var, count = observer.totals[names[0]]
-        if group is not None and layer.process_group is None:  # synchronized layers saw all ranks' data already
+        stored_mean, stored_var = (layer.get_buffer(n) for n in names)
+        total = observer.totals.get(names[0])
+        if total is None:  # nothing here; other ranks may have seen something
+            nothing = stored_mean.new_zeros(stored_mean.shape, dtype=_widest(stored_mean))
+            total = (nothing.reshape(max(counter.numel(), 1), -1),) * 3
+        mean, var, count = total
+        if group is not None:
             mean, var, count = gather_statistics(mean, var, count, group)
         var = var * count / (count - 1).clamp_min(1)
-        stored_mean, stored_var = (getattr(layer, n) for n in names)
-        ok = (count > 0).reshape(stored_mean.shape)
-        stored_mean.copy_(torch.where(ok, mean.reshape(stored_mean.shape).to(stored_mean.dtype), stored_mean))
-        stored_var.copy_(torch.where(ok, var.reshape(stored_var.shape).to(stored_var.dtype), stored_var))
-        counter = layer.num_batches_tracked
-        assert isinstance(counter, Tensor)
-        moved = ok.reshape(max(counter.numel(), 1), -1).any(1).reshape(counter.shape)
-        counter.copy_(torch.where(moved, torch.full_like(counter, observer.batches), counter))
-
-
+        for stored, new in ((stored_mean, mean), (stored_var, var)):
+            new = new.reshape(stored.shape).to(stored.dtype)
+            stored.copy_(torch.where(count.reshape(stored.shape) > 0, new, stored))
+    counter.copy_(torch.where(batches > 0, batches, counter))
+    if observer.shape is not None:
+        layer._set_run_shape(observer.shape)

@@ -2,6 +2,7 @@
 
 Any back end of ``torch.distributed`` serves, gloo on the CPU included: ranks exchange the count, mean and variance of
 their own samples and every rank combines them, so unequal and empty local batches are weighted as they should be.
+What is exchanged is float64 on every rank, whatever the dtype of its own statistics, which depends on its data.
 """
 
 from __future__ import annotations
@@ -19,25 +20,8 @@ __all__ = ["gather_statistics", "sum_over_ranks"]
 
 
 def sum_over_ranks(t: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of ``t`` over the ranks of ``group``, on every rank."""
-    t = t.contiguous()
-    dist.all_reduce(t, group=group)
-    return t
-
-
-class _Gather(torch.autograd.Function):
-    """``[...]`` to ``[ranks, ...]``; backward returns to each rank the gradients all ranks have of its part."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, t.contiguous(), group=group)
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, d_parts: Tensor) -> Any:  # type: ignore[override]
-        return sum_over_ranks(d_parts.clone(), ctx.group)[dist.get_rank(ctx.group)], None
+    """The sum of ``t`` over the ranks of ``group``, on every rank; differentiable any number of times."""
+    return _Sum.apply(t, group)
 
 
 def gather_statistics(
@@ -45,8 +29,60 @@ def gather_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance and count of the union of all ranks' samples, from each rank's own."""
     counts = torch.as_tensor(count, dtype=mean.dtype, device=mean.device).expand_as(mean)
-    counts, means, variances = _Gather.apply(torch.stack((counts, mean, var)), group).unbind(1)
-    total = counts.sum(0)
-    share = counts / torch.where(total > 0, total, 1)  # soft counts of modes may lie below one
-    mean = (share * means).sum(0)
-    return mean, (share * (variances + (means - mean).square())).sum(0), total
+    return _Union.apply(mean, var, counts, group)
+
+
+class _Sum(torch.autograd.Function):
+    """Each rank's part enters every rank's sum, so its gradient is again a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = t.to(torch.float64, copy=True).contiguous()
+        dist.all_reduce(total, group=group)
+        return total.to(t.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _Sum.apply(gradient, ctx.group), None
+
+
+class _Union(torch.autograd.Function):
+    """With shares ``s = count / total``: ``M = sum(s m)`` and ``V = sum(s (v + (m - M)^2))`` over the ranks.
+
+    Backward sums the gradients at M and V over the ranks; each rank then has that of its own m, v and count.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, var: Tensor, count: Tensor, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mine = torch.stack((count, mean, var)).double()
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        counts, means, variances = torch.stack(parts).unbind(1)
+        total = counts.sum(0)
+        share = counts / _positive(total)
+        whole_mean = (share * means).sum(0)
+        whole_var = (share * (variances + (means - whole_mean).square())).sum(0)
+        found = tuple(t.to(mean.dtype) for t in (whole_mean, whole_var, total))
+        ctx.group = group
+        ctx.mark_non_differentiable(found[2])
+        ctx.save_for_backward(mean, var, count, *found)
+        return found  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, _: Any) -> Any:  # type: ignore[override]
+        mean, var, count, whole_mean, whole_var, total = ctx.saved_tensors
+        to_mean, to_var = sum_over_ranks(torch.stack((d_mean, d_var)), ctx.group).unbind(0)
+        total = _positive(total)
+        share, apart = count / total, mean - whole_mean
+        d_count = None
+        if ctx.needs_input_grad[2]:
+            d_count = (apart * to_mean + (var + apart.square() - whole_var) * to_var) / total
+        return share * (to_mean + 2 * apart * to_var), share * to_var, d_count, None
+
+
+def _positive(count: Tensor) -> Tensor:
+    """Counts may be soft, so less than one; where there is nothing, everything is zero."""
+    return count.clamp_min(torch.finfo(count.dtype).tiny)

@@ -288,6 +288,9 @@ class Norm(nn.Module):
         self, x: Tensor, spatial: int, branch: int | Tensor
     ) -> tuple[Rows, tuple[Segments, ...], tuple[Plan, ...]]:
         branches = 1 if self.branches is None else len(self.branches)
+        if self.branches is not None and self.process_group is not None and isinstance(branch, int):
+            # Other ranks may run other branches: all exchange statistics of all of them.
+            branch = torch.full((x.shape[0],), branch, device=x.device)
         make = _plans if isinstance(branch, Tensor) or torch.compiler.is_compiling() else _cached_plans
         pools, c, n = self.statistics.pools, self.num_features, x.shape[0]
         return make(pools, c, spatial, n, branches, branch, x.device, self.process_group)
@@ -356,7 +359,7 @@ class Norm(nn.Module):
         if not self.track_running_stats or not self.policy.update or running.in_backward():
             return
         if self.observer is not None:
-            self.observer(self, seen, segments)
+            self.observer(self, seen, segments, tuple(x.shape[2:]))
             return
         tracked = [
             (names, pooled, s, track.how)
@@ -393,7 +396,7 @@ class Norm(nn.Module):
                 stored[i] = size
 
     def _check_run_shape(self, x: Tensor, live_batch: bool) -> None:
-        if self._run_shape is None or (live_batch and not self.policy.update):
+        if self._run_shape is None or self.observer is not None or (live_batch and not self.policy.update):
             return
         if tuple(x.shape[2:]) != self._run_shape:
             raise ValueError(
