@@ -286,7 +286,7 @@ def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Te
 def _linear_rows(view: Tensor, slope: Tensor, offset: Tensor) -> Tensor:  # [n, R, s]
     """By inference batch norm, which is faster on the CPU than multiplying and adding with broadcasting."""
     n, r, s = view.shape
-    slope, offset = (t.expand(n, r, 1).reshape(-1) for t in (slope, offset))
+    slope, offset = (t.expand(n, r, 1).reshape(-1).contiguous() for t in (slope, offset))
     zero, one = slope.new_zeros(n * r), slope.new_ones(n * r)
     flat = view.reshape(1, n * r, s)
     return torch.batch_norm(flat, slope, offset, zero, one, False, 0.0, 0.0, False).reshape(view.shape)
@@ -321,7 +321,7 @@ def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Ten
             # Asked for the parameter gradients only, with a reciprocal deviation of one.
             _, dot, total = torch.ops.aten.native_batch_norm_backward(
                 view_dy.reshape(1, n * r, s), view.reshape(1, n * r, s), None, None, None,
-                at_rows.reshape(-1), view.new_ones(n * r), True, 0.0, [False, True, True],
+                at_rows.reshape(-1).contiguous(), view.new_ones(n * r), True, 0.0, [False, True, True],
             )  # fmt: skip
             total, dot = total.reshape(n, r), dot.reshape(n, r)
         else:
