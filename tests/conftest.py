@@ -1,0 +1,18 @@
+"""What every test starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """The same random numbers in every test, whatever ran before; default dtype and gradient mode are put back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
