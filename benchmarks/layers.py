@@ -3,14 +3,16 @@
     python benchmarks/layers.py --out benchmarks/layers.csv
 
 Rounds are interleaved (one call of each candidate, again and again) and the median of the ratios of each round is
-reported, so that a machine that slows down slows all of them. Saved bytes are what autograd keeps between forward and
-backward.
+reported, so that a machine that slows down slows all of them. Freed memory is kept by the process: otherwise fresh
+pages for the two large results cost more than any of the layers, and by chance more for one than for another. Saved
+bytes are what autograd keeps between forward and backward.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import os
 import platform
 import statistics
@@ -161,7 +163,12 @@ CASES = [
     Case("group", lambda c: normlab.GroupNorm2d(32, c), _nothing, naive_group),
     Case("positional", lambda c: normlab.PositionalNorm2d(c), _nothing, naive_positional),
     Case("batch_group", lambda c: normlab.BatchGroupNorm2d(c, _groups(c)), _nothing, naive_batch_group),
-    Case("batch_group_strips", lambda c: normlab.BatchGroupNorm2d(c, c * 7 if c > 64 else 512), _nothing, naive_batch_group),
+    Case(
+        "batch_group_strips",
+        lambda c: normlab.BatchGroupNorm2d(c, c * 7 if c > 64 else 512),
+        _nothing,
+        naive_batch_group,
+    ),
     Case("ghost", lambda c: normlab.BatchNorm2d(c, ghost=4), _nothing, naive_ghost),
     Case("switchable", lambda c: normlab.SwitchNorm2d(c), _nothing, naive_switch),
     Case("conditional", lambda c: normlab.ConditionalBatchNorm2d(c, CLASSES), _labels, naive_conditional),
@@ -173,7 +180,9 @@ CASES = [
         lambda x: ("aux",),
         naive_sandwich_auxiliary,
     ),
-    Case("adaptive_instance", lambda c: normlab.AdaptiveInstanceNorm2d(c), lambda x: (x.flip(0),), naive_style),
+    Case(
+        "adaptive_instance", lambda c: normlab.AdaptiveInstanceNorm2d(c), lambda x: (x.flip(0),), naive_style
+    ),
     Case("mode", lambda c: normlab.ModeNorm2d(c), _nothing, naive_modes),
     Case("batch_renorm", lambda c: normlab.BatchRenorm2d(c), _nothing, naive_batch),
     Case("meta", lambda c: normlab.InstanceLevelMetaNorm2d(c), _nothing, naive_instance),
@@ -213,7 +222,9 @@ def seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(shape: tuple[int, ...], last: bool, rounds: int, only: set[str] | None) -> list[dict[str, object]]:
+def measure(
+    shape: tuple[int, ...], last: bool, rounds: int, only: set[str] | None
+) -> list[dict[str, object]]:
     layout = torch.channels_last if last else torch.contiguous_format
     x = torch.randn(shape).contiguous(memory_format=layout).requires_grad_()
     dy = torch.randn(shape).contiguous(memory_format=layout)
@@ -265,12 +276,18 @@ def measure(shape: tuple[int, ...], last: bool, rounds: int, only: set[str] | No
 def machine() -> dict[str, object]:
     def git(*words: str) -> str:
         here = Path(__file__).parent
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=here, capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        named = [
+            line.split(":")[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = named[0] if named else model
     return {
         "device": f"{model}, {torch.get_num_threads()} threads",
@@ -290,18 +307,31 @@ def write(rows: list[dict[str, object]], out: Path) -> None:
     os.replace(f.name, out)
 
 
+def keep_freed_memory() -> None:
+    """Ask glibc neither to trim the heap nor to map large blocks (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2**31 - 1)
+        libc.mallopt(-3, 2**30)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="normalizers, separated by commas")
     parser.add_argument("--shapes", type=int, nargs="*", help="indices into the list of shapes")
     arguments = parser.parse_args()
+    keep_freed_memory()
     torch.manual_seed(0)
     only = set(arguments.only.split(",")) if arguments.only else None
     shapes = [SHAPES[i] for i in arguments.shapes] if arguments.shapes else SHAPES
     print(f"{'normalizer':20} {'shape':16} {'layout':14} {'x BN2d':>7} {'naive/x':>8} {'saved/NC':>8}")
-    rows = [r for shape in shapes for last in (False, True) for r in measure(shape, last, arguments.rounds, only)]
+    rows = [
+        r for shape in shapes for last in (False, True) for r in measure(shape, last, arguments.rounds, only)
+    ]
     write(rows, arguments.out)
     print(f"written to {arguments.out}")
 
