@@ -50,7 +50,7 @@ class _Sum(torch.autograd.Function):
 class _Union(torch.autograd.Function):
     """With shares ``s = count / total``: ``M = sum(s m)`` and ``V = sum(s (v + (m - M)^2))`` over the ranks.
 
-    Backward sums the gradients at M and V over the ranks; each rank then has that of its own m, v and count.
+    Backward sums the gradients at M, V and the total over the ranks; from them each rank has those of its own part.
     """
 
     @staticmethod
@@ -67,19 +67,18 @@ class _Union(torch.autograd.Function):
         whole_var = (share * (variances + (means - whole_mean).square())).sum(0)
         found = tuple(t.to(mean.dtype) for t in (whole_mean, whole_var, total))
         ctx.group = group
-        ctx.mark_non_differentiable(found[2])
         ctx.save_for_backward(mean, var, count, *found)
         return found  # type: ignore[return-value]
 
     @staticmethod
-    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         mean, var, count, whole_mean, whole_var, total = ctx.saved_tensors
-        to_mean, to_var = sum_over_ranks(torch.stack((d_mean, d_var)), ctx.group).unbind(0)
+        to_mean, to_var, to_total = sum_over_ranks(torch.stack(gradients), ctx.group).unbind(0)
         total = _positive(total)
         share, apart = count / total, mean - whole_mean
         d_count = None
         if ctx.needs_input_grad[2]:
-            d_count = (apart * to_mean + (var + apart.square() - whole_var) * to_var) / total
+            d_count = (apart * to_mean + (var + apart.square() - whole_var) * to_var) / total + to_total
         return share * (to_mean + 2 * apart * to_var), share * to_var, d_count, None
 
 

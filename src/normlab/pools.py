@@ -263,7 +263,7 @@ class Plan:
 
     def stacked_statistics(self, stats: Tensor, size: int | Tensor) -> Pooled:
         """:meth:`statistics` of ``[2, N, R]`` moments with few operators, outside autograd."""
-        if self.trivial or not self.simple:
+        if self.trivial or not self.simple or not stats.numel():
             return self.statistics(Moments(stats[0], stats[1], size))
         view, axes = self._axes(stats)
         pooled = view.mean(axes, keepdim=True)
@@ -281,7 +281,7 @@ class Plan:
 
         Returns that product (``[2]``, where there are weights), the offset, and half the slope of ``dx``.
         """
-        if not self.trivial and not self.simple:
+        if not self.trivial and pooled.stacked is None:
             product = None
             m, v = d[0], d[1]
             if w is not None:

@@ -141,6 +141,8 @@ def plain_apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
 
 def moments(x: Tensor, rows: Rows) -> Tensor:
     """Mean and biased variance of every row, stacked ``[2, N, R]``: float32, or float64 where digits need it."""
+    if not x.numel():
+        return x.new_zeros((2, x.shape[0], rows.number), dtype=torch.promote_types(x.dtype, torch.float32))
     if rows.cuts:
         return torch.stack(plain_moments(x.to(_doubled(x)), rows))
     if prod(x.shape[2:]) == rows.parts:  # one element a row
@@ -227,6 +229,8 @@ def _column_sums(view: Tensor) -> Tensor:  # [n, parts, s, C] to [n, parts, C]
 
 def apply(x: Tensor, rows: Rows, coefficients: Coefficients, *, far: bool) -> Tensor:
     """``(x - center) * scale + shift`` in the dtype and layout of ``x``; ``far`` where the center may dwarf the rest."""
+    if not x.numel():
+        return torch.empty_like(x)
     center, scale, shift = coefficients
     if rows.cuts:
         return _like(plain_apply(x.to(center.dtype), rows, coefficients), x)
@@ -296,6 +300,8 @@ def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Ten
     """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``."""
     dtype = center.dtype
     n = x.shape[0]
+    if not x.numel():
+        return center.new_zeros(2, n, rows.number).unbind(0)  # type: ignore[return-value]
     if rows.cuts:
         flat, flat_dy = x.reshape(n, -1).to(dtype), dy.reshape(n, -1).to(dtype)
         return _row_sums(flat_dy, rows), _row_sums(flat_dy * (flat - _spread(center, rows)), rows)
@@ -362,6 +368,8 @@ def input_gradient(
     mean: Tensor,
 ) -> Tensor:
     """``scale * dy + offset + slope * (x - mean)`` in the dtype and layout of ``x``; what is None is left out."""
+    if not x.numel():
+        return torch.empty_like(x)
     if slope is None:
         if dy is None or scale is None:
             raise ValueError("input_gradient needs a slope, or dy and a scale")
