@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd, prod
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import reference as passes
+from ._cache import remembered
 
 __all__ = ["Coefficients", "Moments", "Rows", "Rule", "StyleMoments", "normalize", "slice_moments"]
 
@@ -124,7 +124,7 @@ class Rows:
         return t if self.parts == 1 else t.reshape(*t.shape[:-1], self.channels, self.parts).sum(-1)
 
 
-@lru_cache(maxsize=256)
+@remembered
 def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
     """Rows that lie inside one channel and inside one run, for every number of runs in ``groups``.
 
@@ -145,13 +145,13 @@ def run_ends(whole: int, groups: int) -> tuple[int, ...]:
     return tuple((g + 1) * run + min(g + 1, longer) for g in range(groups))
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _lengths(cuts: tuple[int, ...], device: torch.device) -> Tensor:
     starts = (0, *cuts[:-1])
     return torch.tensor([e - s for s, e in zip(starts, cuts, strict=True)], device=device)
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _channel_of(cuts: tuple[int, ...], spatial: int, device: torch.device) -> Tensor:
     return torch.tensor([(end - 1) // spatial for end in cuts], device=device)
 

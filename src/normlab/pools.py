@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._cache import remembered
 from ._text import nearest
 from .distributed import gather_statistics, sum_over_ranks
 from .engine import Moments, Rows, rows_of_runs, run_ends
@@ -314,7 +314,7 @@ def _at_least_one(count: float | Tensor) -> float | Tensor:
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _rows_a_group(pool: Pool, rows: Rows) -> tuple[int, ...]:
     """How many rows of unequal length each group of a pool has."""
     whole = rows.cuts[-1]
@@ -323,7 +323,7 @@ def _rows_a_group(pool: Pool, rows: Rows) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip((0, *place[:-1]), place, strict=True))
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _group_of(counts: tuple[int, ...], device: torch.device) -> Tensor:  # [R]
     return torch.repeat_interleave(
         torch.arange(len(counts), device=device), torch.tensor(counts, device=device)

@@ -17,12 +17,13 @@ Every function takes ``x`` of shape ``[N, C, *S]`` in any layout. Three views of
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from ._cache import remembered
 
 if TYPE_CHECKING:
     from .engine import Coefficients, Rows
@@ -77,7 +78,7 @@ def _of_last(t: Tensor, rows: Rows) -> Tensor:  # [N, parts, C] to [N, R]
     return t.transpose(1, 2).reshape(t.shape[0], rows.number)
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _row_index(cuts: tuple[int, ...], device: torch.device) -> Tensor:  # [C * S]: the row of every element
     starts = (0, *cuts[:-1])
     lengths = torch.tensor([e - s for s, e in zip(starts, cuts, strict=True)], device=device)
