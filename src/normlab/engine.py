@@ -178,6 +178,9 @@ def normalize(
     >>> bool((y.square().mean((1, 2, 3)) - 1).abs().max() < 1e-4)
     True
     """
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
+            return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
     rows = Rows(x.shape[1]) if rows is None else rows
     weight = weight.unsqueeze(0) if weight is not None and weight.dim() == 1 else weight
     bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
