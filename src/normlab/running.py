@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .pools import Pooled, Segments
 
-__all__ = ["Policy", "Track", "acceptable", "count_", "in_backward", "update_"]
+__all__ = ["Policy", "Track", "acceptable", "count_", "in_backward", "snapshot", "update_"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,21 @@ class Policy:
 def in_backward() -> bool:
     """Whether this forward runs inside a backward pass: activation checkpointing recomputes, and must not count twice."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def snapshot(t: Tensor) -> Tensor:
+    """A copy that does not move with the buffer, in a compiled graph either."""
+    return torch.ops.normlab.snapshot(t) if torch.compiler.is_compiling() else t.clone()
+
+
+# Compilers do not compute operators that they do not know again in backward. They do read a buffer again there, also
+# one that the forward pass has moved (https://github.com/pytorch/pytorch/pull/197039).
+@torch.library.custom_op("normlab::snapshot", mutates_args=())
+def _snapshot(t: Tensor) -> Tensor:
+    return t.clone()
+
+
+_snapshot.register_fake(torch.empty_like)
 
 
 @torch.no_grad()

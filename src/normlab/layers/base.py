@@ -129,6 +129,7 @@ class Norm(nn.Module):
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
         self._run_shape: tuple[int, ...] | None = None
+        self._read: tuple[list[Any], Tensor] | None = None  # of the running statistics, where training reads them
         per_branch = "branch" in self.affine_terms or self.track_running_stats
         separated = branches is not None and (per_branch or any(p.over_batch for p in statistics.pools))
         self.wants = frozenset(
@@ -305,15 +306,19 @@ class Norm(nn.Module):
             if len(track.shape) == 1:
                 spread = Plan(replace(plan.pool, over_batch=False, ghost=None), rows, Segments())
                 mean, var = spread.expand(mean), spread.expand(var)
-            if torch.is_grad_enabled():  # what backward reads must not move with the buffers
-                mean, var = mean.clone(), var.clone()
+            if live_batch or torch.is_grad_enabled():  # what backward reads must not move with the buffers
+                mean, var = running.snapshot(mean), running.snapshot(var)
             stored.append((mean, var))
         live = tuple(live_batch or not pool.over_batch for pool in self.statistics.pools)
         batches = self.num_batches_tracked
         if isinstance(batches, Tensor) and self.branches is not None:
             batches = batches[branch] if isinstance(branch, int) else batches[branch].unsqueeze(1)
-        if isinstance(batches, Tensor) and any(s is not None for s in stored):
-            batches = batches.clone()
+        if live_batch and self.statistics.reads_running and isinstance(batches, Tensor):
+            batches = running.snapshot(batches)
+            if running.in_backward() and self._read is not None:
+                stored, batches = self._read  # activation checkpointing: what the first forward pass read
+            elif not torch.compiler.is_compiling():
+                self._read = (stored, batches)
         return Sources(plans, tuple(stored), live, batches, self.eps)  # type: ignore[arg-type]
 
     def _of_branch(self, buffer: Tensor, branch: int | Tensor) -> Tensor:
