@@ -306,8 +306,11 @@ class Norm(nn.Module):
             if len(track.shape) == 1:
                 spread = Plan(replace(plan.pool, over_batch=False, ghost=None), rows, Segments())
                 mean, var = spread.expand(mean), spread.expand(var)
-            if live_batch or torch.is_grad_enabled():  # what backward reads must not move with the buffers
+            # What backward reads must not move with the buffers.
+            if live_batch:
                 mean, var = running.snapshot(mean), running.snapshot(var)
+            elif torch.is_grad_enabled():
+                mean, var = mean.clone(), var.clone()
             stored.append((mean, var))
         live = tuple(live_batch or not pool.over_batch for pool in self.statistics.pools)
         batches = self.num_batches_tracked
