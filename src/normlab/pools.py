@@ -325,9 +325,8 @@ def _rows_a_group(pool: Pool, rows: Rows) -> tuple[int, ...]:
 
 @remembered
 def _group_of(counts: tuple[int, ...], device: torch.device) -> Tensor:  # [R]
-    return torch.repeat_interleave(
-        torch.arange(len(counts), device=device), torch.tensor(counts, device=device)
-    )
+    each = torch.tensor(counts, device=device)
+    return torch.repeat_interleave(torch.arange(len(counts), device=device), each, output_size=sum(counts))
 
 
 def rows_for(pools: tuple[Pool, ...], channels: int, spatial: int) -> Rows:

@@ -82,7 +82,7 @@ def _of_last(t: Tensor, rows: Rows) -> Tensor:  # [N, parts, C] to [N, R]
 def _row_index(cuts: tuple[int, ...], device: torch.device) -> Tensor:  # [C * S]: the row of every element
     starts = (0, *cuts[:-1])
     lengths = torch.tensor([e - s for s, e in zip(starts, cuts, strict=True)], device=device)
-    return torch.repeat_interleave(torch.arange(len(cuts), device=device), lengths)
+    return torch.repeat_interleave(torch.arange(len(cuts), device=device), lengths, output_size=cuts[-1])
 
 
 def _row_sums(flat: Tensor, rows: Rows) -> Tensor:  # [N, D] to [N, R]
