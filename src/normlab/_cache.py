@@ -7,7 +7,6 @@ from functools import wraps
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 __all__ = ["remembered"]
 
@@ -17,24 +16,26 @@ Value = TypeVar("Value")
 def remembered(function: Callable[..., Value]) -> Callable[..., Value]:
     """Remember what ``function`` returned, but for values that belong to one place only.
 
-    Compilers trace the function itself. A fake tensor means nothing outside its mode, and a tensor made in inference
-    mode could not be saved for backward later.
+    Compilers trace the function itself. Tensors made under a transform or a mode (vmap, fake tensors) mean nothing
+    outside it, and one made in inference mode could not be saved for backward later.
     """
     memo: dict[Hashable, Value] = {}
 
     @wraps(function)
     def call(*key: Hashable) -> Value:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _elsewhere():
             return function(*key)
         found = memo.get(key)
         if found is None:
             with torch.inference_mode(False):
                 found = function(*key)
-            if isinstance(found, Tensor) and type(found) is not Tensor:
-                return found
             if len(memo) >= 256:
                 memo.clear()
             memo[key] = found
         return found
 
     return call
+
+
+def _elsewhere() -> bool:
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0

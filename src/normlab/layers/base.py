@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -260,7 +259,7 @@ class Norm(nn.Module):
             return normalize_positions(x, *self._affine(label, branch, style, x), self.eps)
         spatial = prod(x.shape[2:])
         live_batch = self._uses_batch()
-        rows, segments, plans = self._plans(x, spatial, branch)
+        rows, segments, plans = self._plans(x, spatial, branch, live_batch)
         if live_batch:
             self._check_counts(x, spatial, segments)
         self._check_run_shape(x, live_batch)
@@ -286,15 +285,15 @@ class Norm(nn.Module):
         return self.training if forced is None else forced == "batch"
 
     def _plans(
-        self, x: Tensor, spatial: int, branch: int | Tensor
+        self, x: Tensor, spatial: int, branch: int | Tensor, live_batch: bool
     ) -> tuple[Rows, tuple[Segments, ...], tuple[Plan, ...]]:
         branches = 1 if self.branches is None else len(self.branches)
         if self.branches is not None and self.process_group is not None and isinstance(branch, int):
             # Other ranks may run other branches: all exchange statistics of all of them.
             branch = torch.full((x.shape[0],), branch, device=x.device)
-        make = _plans if isinstance(branch, Tensor) or torch.compiler.is_compiling() else _cached_plans
+        make = _plans if isinstance(branch, Tensor) else _cached_plans
         pools, c, n = self.statistics.pools, self.num_features, x.shape[0]
-        return make(pools, c, spatial, n, branches, branch, x.device, self.process_group)
+        return make(pools, c, spatial, n, branches, branch, x.device, self.process_group, live_batch)
 
     def _sources(self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources:
         stored: list[tuple[Tensor, Tensor] | None] = []
@@ -564,17 +563,18 @@ def _beside(x: Tensor, index: int | Tensor) -> int | Tensor:
 
 def _plans(
     pools: tuple[Pool, ...], channels: int, spatial: int, samples: int, branches: int, branch: int | Tensor,
-    device: torch.device, process_group: ProcessGroup | None,
+    device: torch.device, process_group: ProcessGroup | None, live_batch: bool,
 ) -> tuple[Rows, tuple[Segments, ...], tuple[Plan, ...]]:  # fmt: skip
     """Rows, segments and plans of every pool for one shape of input."""
     rows = rows_for(pools, channels, spatial)
     segments = tuple(
-        make_segments(samples, p.ghost, branches, branch, device) if p.over_batch else Segments() for p in pools
+        make_segments(samples, p.ghost, branches, branch, device) if p.over_batch and live_batch else Segments()
+        for p in pools
     )
     return rows, segments, tuple(Plan(p, rows, s, process_group) for p, s in zip(pools, segments, strict=True))
 
 
-_cached_plans = lru_cache(maxsize=512)(_plans)
+_cached_plans = remembered(_plans)
 
 
 def _check_branches(branches: Sequence[str]) -> tuple[str, ...]:
