@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import running
+from .._cache import remembered
 from .._text import nearest, words
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
 from ..engine import StyleMoments, normalize, slice_moments
