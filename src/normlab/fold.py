@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations, type_before_parametrizations
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torch.utils._pytree import tree_leaves
 
 from . import layers
@@ -26,7 +26,7 @@ from .keep import merge_tables
 from .layers import Norm
 from .plain import Plain, hooks_of, is_norm, read
 from .routing import route
-from .surgery import HOOKS, Converted, NormAct, Report, Skipped, named, put, report
+from .surgery import HOOKS, Converted, NormAct, Report, Skipped, named, put, report, unparametrize
 
 __all__ = ["fold", "fold_into", "merge_sandwich", "report"]
 
@@ -138,7 +138,7 @@ def merge_sandwich(layer: Norm) -> Norm:
 def fold_into(conv: nn.Module, source: Plain) -> None:
     """Let a convolution or linear layer do what the normalization with running statistics after it does, in place."""
     if is_parametrized(conv, "weight"):
-        remove_parametrizations(conv, "weight")
+        unparametrize(conv)
     old: Any = conv
     learns, dtype, device = old.weight.requires_grad, old.weight.dtype, old.weight.device
     assert source.mean is not None and source.var is not None
@@ -357,7 +357,7 @@ def _drop_residue(model: nn.Module) -> None:
         for name in ("_normlab_original", "_normlab_report"):
             module.__dict__.pop(name, None)
         if module.__dict__.pop("_normlab_weight", None) is not None and is_parametrized(module, "weight"):
-            remove_parametrizations(module, "weight")
+            unparametrize(module)
 
 
 def _run(

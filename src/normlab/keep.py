@@ -89,12 +89,15 @@ def _choose(new: Norm, mixture: Mixture, place: int | None, given: dict[str, Ten
 
 
 def _place_of(new: Norm, source: Plain) -> int | None:
-    """Which of the new layer's pools is the old layer's."""
+    """Which of the new layer's pools is the old layer's, or can hold its running statistics."""
     if source.pool is None:
         return None
-    wanted = replace(source.pool, ghost=None)
-    pools = [canonical(p, new.num_features) for p in new.statistics.pools]
-    return next((k for k, p in enumerate(pools) if replace(p, ghost=None) == wanted), None)
+    pools = [replace(canonical(p, new.num_features), ghost=None) for p in new.statistics.pools]
+    each = Pool("group", True, new.num_features)
+    for wanted in (replace(source.pool, ghost=None), each if source.mean is not None else None):
+        if wanted in pools:
+            return pools.index(wanted)
+    return None
 
 
 def _kept(new: Norm, source: Plain, place: int | None) -> str:
@@ -109,13 +112,12 @@ def _kept(new: Norm, source: Plain, place: int | None) -> str:
         return NEW
     if isinstance(statistics, Single) and statistics.example_weight:
         return NEW
-    pool: Pool = statistics.pools[place]
-    assert source.pool is not None
+    pool = canonical(statistics.pools[place], new.num_features)
     if not pool.over_batch:
         return SAME
     if new.track_running_stats != source.tracked:
         return NEW
-    everywhere = source.trains and pool.ghost == source.pool.ghost and not isinstance(statistics, Modes)
+    everywhere = source.trains and pool == source.pool and not isinstance(statistics, Modes)
     everywhere = everywhere and not (isinstance(statistics, Renorm) and new.momentum is None)
     return SAME if everywhere else SAME_IN_EVALUATION if source.tracked else NEW
 
@@ -128,9 +130,8 @@ def _kept_by_torch(new: nn.Module, source: Plain) -> str:
         return NEW
     if made.pool == source.pool:
         return SAME if source.trains and made.policy == source.policy else SAME_IN_EVALUATION
-    if made.pool is None or source.pool is None or not source.tracked:
-        return NEW
-    return SAME_IN_EVALUATION if replace(made.pool, ghost=None) == replace(source.pool, ghost=None) else NEW
+    each = Pool("group", True, source.channels)
+    return SAME_IN_EVALUATION if source.mean is not None and made.pool == each else NEW
 
 
 def _from_own(new: Norm, old: Norm) -> str:

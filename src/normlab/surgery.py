@@ -302,8 +302,10 @@ def _nothing(model: nn.Module, found: list[Any], skipped: list[Skipped], limited
         return (
             start + f"only=... leaves out all {len(found)} normalization layers, such as {found[0][0][0]!r}"
         )
-    kinds = {(s.kind, s.reason): s.name for s in reversed(skipped)}
-    return start + "; ".join(f"{kind} ({name!r}): {reason}" for (kind, reason), name in kinds.items())
+    kinds = {(s.kind, s.reason): s.name for s in reversed(skipped)}  # the first of each kind
+    return start + "; ".join(
+        f"{kind} ({name!r}): {reason}" for (kind, reason), name in reversed(kinds.items())
+    )
 
 
 def _place(module: nn.Module, model: nn.Module) -> tuple[torch.device, torch.dtype | None]:
@@ -490,15 +492,28 @@ def _normalize_weights(model: nn.Module, chosen: _Chosen, done: Report) -> None:
             weight: Any = module.weight
             weight_norm(module, dim=1 if isinstance(module, _TRANSPOSED) else 0)
             for parameter in module.parametrizations["weight"].parameters():  # type: ignore[index, union-attr]
+                parameter.data = parameter.data.clone()  # the direction is the old weight itself
                 parameter.requires_grad_(weight.requires_grad)
             module.__dict__["_normlab_weight"] = _Original(weight, weight.device, weight.dtype)
             done.converted.append(Converted(names[0], kind, "weight_norm", SAME))
 
 
+def unparametrize(module: nn.Module) -> None:
+    """Leave the weight as it is now, without its parametrization."""
+    kind: Any = type(module)
+    # Deep copies share the class that holds the parametrization, and taking it off one would break the others.
+    own = {n: v for n, v in vars(kind).items() if n not in ("__dict__", "__weakref__")}
+    own_class: Any = type(kind.__name__, kind.__bases__, own)
+    module.__class__ = own_class
+    remove_parametrizations(module, "weight")
+
+
 def _restore_weight(module: nn.Module, before: _Original) -> None:
     now: Any = module.weight
-    remove_parametrizations(module, "weight")
+    unparametrize(module)
     if now.device != before.device or now.dtype != before.dtype:
         with torch.no_grad():
             before.value.data = before.value.data.to(now.device, now.dtype)
-    module.weight = before.value
+    others = {n: p for n, p in module._parameters.items() if n != "weight"}
+    module._parameters.clear()  # the weight comes first again, so that the order of parameters is what it was
+    module._parameters.update({"weight": before.value, **others})

@@ -1,0 +1,756 @@
+"""Converting whole models and converting them back."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import cycle
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.layers import norm as timm_norm
+from timm.layers.norm_act import (
+    BatchNormAct2d,
+    FrozenBatchNormAct2d,
+    GroupNormAct,
+    LayerNormAct,
+    LayerNormAct2d,
+)
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import is_parametrized
+from torchvision.models import regnet
+from torchvision.models.convnext import LayerNorm2d
+from torchvision.ops import FrozenBatchNorm2d
+
+import normlab
+from normlab import TARGETS, convert, report, route, undo
+from normlab.keep import NEW, SAME, SAME_IN_EVALUATION
+from normlab.plain import is_norm
+from normlab.surgery import NormAct, convert_torch_batch_norm
+
+# Options that make a target from batch norm start out as the same function, and what that needs to be told.
+SAME_FUNCTION: dict[str, dict[str, Any]] = {
+    "batch": {},
+    "batch_group": {},
+    "ghost": {"ghost": 2},
+    "switchable": {},
+    "sparse_switchable": {},
+    "conditional": {"num_classes": 3},
+    "sandwich": {"num_classes": 3},
+    "auxiliary": {},
+    "sandwich_auxiliary": {"branches": ("clean", "attacked")},
+    "mode": {},
+    "batch_renorm": {},
+}
+KEPT = ("sandwich", "auxiliary", "batch_group", "switchable", "mode")
+OPTIONS = {name: SAME_FUNCTION.get(name, {}) for name in TARGETS}
+
+
+def routed(model: nn.Module, options: dict[str, Any], to: str) -> Any:
+    if "num_classes" in options:
+        return route(model, label=1)
+    if "auxiliary" in to:
+        return route(model, branch=options.get("branches", ("main", "aux"))[1])
+    return nullcontext()
+
+
+def evaluate(model: nn.Module, run: Callable[[nn.Module], Any], to: str = "", **options: Any) -> list[Tensor]:
+    with torch.no_grad(), routed(model, options, to):
+        out = run(model)
+    out = list(out.values()) if isinstance(out, dict) else out
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def pretrained(model: Any, run: Callable[[nn.Module], Any]) -> Any:
+    """Statistics near those of the data, and affine parameters of a trained network: all random, none the default."""
+
+    def measure(norm: Any, args: tuple[Tensor, ...]) -> None:
+        var, mean = torch.var_mean(args[0].transpose(0, 1).flatten(1), 1, correction=0)
+        norm.running_mean.copy_(mean + 0.1 * var.sqrt() * torch.randn_like(mean))
+        # Two small images leave some channels nearly constant, and dividing by that would magnify rounding errors.
+        norm.running_var.copy_(var * (0.5 + torch.rand_like(var)) + var.mean())
+
+    tracked = [m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor)]
+    for norm in (m for m in model.modules() if is_norm(m) and getattr(m, "weight", None) is not None):
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(norm.bias, 0, 0.1)
+    handles = [m.register_forward_pre_hook(measure) for m in tracked]
+    model.eval()
+    evaluate(model, run)
+    for handle in handles:
+        handle.remove()
+    return model
+
+
+def close(found: list[Tensor], wanted: list[Tensor], to: str = "") -> None:
+    # A softmax that is one-hot to float32's rounding leaves 1e-7 to the other pools, which a deep network magnifies.
+    share = 5e-3 if to == "switchable" else 1e-4 if wanted[0].dtype == torch.float32 else 1e-8
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=share * float(b.abs().max()))
+
+
+def small(norm: nn.Module, channels: int = 8) -> Any:
+    return nn.Sequential(nn.Conv2d(3, channels, 3, bias=False), norm, nn.ReLU(inplace=True)).eval()
+
+
+# --- every model of torchvision ----------------------------------------------------------------------------------
+
+MODELS = [n for n in torchvision.models.list_models() if not n.startswith("quantized")]
+WITHOUT = ("alexnet", "squeezenet", "ssd300", "vit", "swin", "mvit")  # no norm layer over channels
+
+
+def on_meta(name: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    compute = regnet.BlockParams.from_init_params
+
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:  # regnets compute their widths with tensors
+        with torch.device("cpu"):
+            return compute(*args, **kwargs)
+
+    monkeypatch.setattr(regnet.BlockParams, "from_init_params", on_cpu)
+    builder = torchvision.models.get_model_builder(name)
+    options = {n: None for n in ("weights", "weights_backbone") if n in inspect.signature(builder).parameters}
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # googlenet and inception announce another initialisation
+        return builder(**options)
+
+
+@pytest.mark.parametrize(("name", "to"), list(zip(MODELS, cycle(TARGETS), strict=False)))
+def test_structure_of_every_torchvision_model(name, to, monkeypatch):
+    model = on_meta(name, monkeypatch)
+    before = dict(model.named_modules())
+    keys = list(model.state_dict())
+    norms = {n for n, m in before.items() if is_norm(m) and not isinstance(m, nn.LayerNorm)}
+    norms |= {n for n, m in before.items() if isinstance(m, LayerNorm2d)}
+    if name.startswith(WITHOUT) or (name.startswith("vgg") and not name.endswith("bn")):
+        assert not norms
+        with pytest.raises(ValueError, match="nothing to convert"):
+            convert(model, "batch")
+        return
+    assert convert(model, to, **OPTIONS[to]) is model
+    done = report(model)
+    assert {c.name for c in done.converted if c.after != "weight_norm"} == norms
+    assert all(s.kind == "LayerNorm" for s in done.skipped)
+    for name_, module in model.named_modules():
+        if name_ in norms:
+            assert isinstance(module, (normlab.Norm, nn.Identity))
+            assert module.training == before[name_].training
+        elif name_ in before and not is_parametrized(module):
+            assert module is before[name_]
+    assert all(t.device.type == "meta" for t in (*model.parameters(), *model.buffers()))
+    assert undo(model) is model
+    after = dict(model.named_modules())
+    assert list(after) == list(before)
+    assert all(after[n] is m for n, m in before.items())
+    assert list(model.state_dict()) == keys
+
+
+def pictures(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:  # [N, C, *S]
+    """Coarse shapes with some noise: white noise alone looks the same everywhere after a few layers."""
+    made = torch.Generator().manual_seed(1)
+    coarse = torch.randn(*shape[:2], *(4 for _ in shape[2:]), generator=made)
+    return (nn.functional.interpolate(coarse, shape[2:]) + 0.3 * torch.randn(shape, generator=made)).to(dtype)
+
+
+def image(size: int, frames: int = 0, dtype: torch.dtype = torch.float64) -> Callable[[nn.Module], Any]:
+    x = pictures(2, 3, *([frames] if frames else []), size, size, dtype=dtype)
+    return lambda model: model(x)
+
+
+def features(size: int) -> Callable[[nn.Module], Any]:
+    """Of a detector: what its backbone and, where it works on features alone, its head give."""
+    x = pictures(2, 3, size, size)
+
+    def run(model: Any) -> list[Tensor]:
+        maps = list(model.backbone(x).values())
+        head = list(model.head(maps).values()) if hasattr(model, "head") else []
+        return maps + head
+
+    return run
+
+
+REAL = {
+    "resnet18": image(64),
+    "resnext50_32x4d": image(64),
+    "mobilenet_v2": image(64),
+    "mobilenet_v3_small": image(64),
+    "efficientnet_b0": image(64),
+    "mnasnet0_5": image(64),
+    "shufflenet_v2_x0_5": image(64),
+    "regnet_x_400mf": image(64),
+    "regnet_y_400mf": image(64),
+    "densenet121": image(64),
+    "googlenet": image(64),
+    "inception_v3": image(96),
+    "lraspp_mobilenet_v3_large": image(64),
+    "deeplabv3_mobilenet_v3_large": image(64),
+    "fcn_resnet50": image(48),
+    "fasterrcnn_mobilenet_v3_large_320_fpn": features(64),
+    "ssdlite320_mobilenet_v3_large": features(96),
+    "retinanet_resnet50_fpn_v2": features(64),
+    "r3d_18": image(32, 4),
+    "mc3_18": image(32, 4),
+    "r2plus1d_18": image(32, 4),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_outputs_of_torchvision_models(name):
+    builder = torchvision.models.get_model_builder(name)
+    options = {n: None for n in ("weights", "weights_backbone") if n in inspect.signature(builder).parameters}
+    if name in ("googlenet", "inception_v3"):
+        options |= {"init_weights": False}
+    with torch.no_grad():
+        model = pretrained(builder(**options).double(), REAL[name])
+    wanted = evaluate(model, REAL[name])
+    for to in KEPT:
+        convert(
+            model,
+            to,
+            only=lambda name, module: isinstance(module, nn.modules.batchnorm._BatchNorm),
+            **OPTIONS[to],
+        )
+        assert {c.kept for c in report(model).converted} <= {SAME, SAME_IN_EVALUATION}
+        close(evaluate(model, REAL[name], to, **OPTIONS[to]), wanted, to)
+        undo(model)
+    assert all(a.equal(b) for a, b in zip(evaluate(model, REAL[name]), wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "efficientnet_b0", "convnext_tiny"])
+def test_outputs_of_timm_models(name):
+    run = image(64)
+    with torch.no_grad():
+        model = pretrained(timm.create_model(name, num_classes=10).double(), run)
+    wanted = evaluate(model, run)
+    targets = (
+        ("positional",)
+        if name == "convnext_tiny"
+        else ("sandwich", "auxiliary", "batch_group", "switchable", "mode")
+    )
+    for to in targets:
+        convert(model, to, **OPTIONS[to])
+        done = report(model)
+        assert {c.kept for c in done.converted} <= {SAME, SAME_IN_EVALUATION}
+        assert {s.kind for s in done.skipped} <= {"LayerNorm"}
+        close(evaluate(model, run, to, **OPTIONS[to]), wanted, to)
+        undo(model)
+        assert evaluate(model, run)[0].equal(wanted[0])
+
+
+# --- what a conversion starts from and leads to -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_converted_network_trains(to):
+    run = image(48, dtype=torch.float32)
+    with torch.no_grad():
+        model = pretrained(torchvision.models.resnet18(num_classes=10), run)
+    wanted = evaluate(model, run)
+    convert(model, to, **OPTIONS[to])
+    if to in SAME_FUNCTION:
+        assert {c.kept for c in report(model).converted} <= {SAME, SAME_IN_EVALUATION}
+        close(evaluate(model, run, to, **OPTIONS[to]), wanted, to)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with routed(model, OPTIONS[to], to):
+        run(model).square().mean().backward()
+    optimizer.step()
+    moved = {n for n, p in model.named_parameters() if not p.equal(before[n])}
+    assert "fc.bias" in moved
+    assert any(n.startswith("layer1.0.conv1") for n in moved)
+    assert to in ("none", "weight") or any(n.startswith("layer1.0.bn1") for n in moved)
+    undo(model.eval())
+    if to == "weight":  # weights are put back, the bias of the classifier never left
+        model.fc.bias = nn.Parameter(before["fc.bias"])
+        assert evaluate(model, run)[0].equal(wanted[0])
+
+
+@pytest.mark.parametrize(
+    "to", ["batch", "batch_group", "switchable", "conditional", "sandwich", "batch_renorm"]
+)
+def test_same_function_in_training_too(to):
+    run = image(8, dtype=torch.float32)
+    model = pretrained(small(nn.BatchNorm2d(8)), run).train()
+    model[1].num_batches_tracked.fill_(100_000)
+    other: Any = convert(copy.deepcopy(model), to, **OPTIONS[to])
+    assert report(other).converted[0].kept == SAME
+    wanted = evaluate(model, run)
+    close(evaluate(other, run, to, **OPTIONS[to]), wanted)
+    if to not in ("batch_renorm",):  # has a momentum of its own
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(getattr(other[1], name), getattr(model[1], name))
+
+
+SOURCES: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
+    (lambda: nn.GroupNorm(4, 8), "group", {}, SAME),
+    (lambda: nn.GroupNorm(8, 8), "group", {}, SAME),
+    (lambda: nn.GroupNorm(8, 8), "instance", {}, SAME),
+    (lambda: nn.GroupNorm(1, 8, eps=1e-3), "layer", {}, SAME),
+    (lambda: nn.GroupNorm(1, 8), "switchable", {}, SAME),
+    (lambda: nn.GroupNorm(4, 8), "switchable", {}, NEW),
+    (lambda: nn.GroupNorm(4, 8), "batch", {}, NEW),
+    (lambda: nn.GroupNorm(4, 8), "group", {"num_groups": 2}, NEW),
+    (lambda: nn.GroupNorm(4, 8, bias=False), "group", {}, SAME),
+    (lambda: nn.InstanceNorm2d(8), "instance", {}, SAME),
+    (lambda: nn.InstanceNorm2d(8, affine=True), "switchable", {}, SAME),
+    (lambda: nn.InstanceNorm2d(8, affine=True), "group", {"num_groups": 8}, SAME),
+    (lambda: nn.InstanceNorm2d(8, track_running_stats=True), "instance", {}, SAME),
+    (lambda: nn.InstanceNorm2d(8, affine=True, track_running_stats=True), "batch", {}, SAME_IN_EVALUATION),
+    (lambda: nn.BatchNorm2d(8, affine=False), "sandwich", {"num_classes": 3}, SAME),
+    (lambda: nn.BatchNorm2d(8, affine=False), "conditional", {"num_classes": 3}, SAME),
+    (lambda: nn.BatchNorm2d(8, affine=False), "auxiliary", {}, SAME),
+    (lambda: nn.BatchNorm2d(8, affine=False), "switchable", {}, SAME),
+    (lambda: nn.BatchNorm2d(8, bias=False), "batch", {}, SAME),
+    (lambda: nn.BatchNorm2d(8, track_running_stats=False), "batch", {}, SAME),
+    (lambda: nn.BatchNorm2d(8, track_running_stats=False), "sandwich", {"num_classes": 3}, SAME),
+    (lambda: nn.BatchNorm2d(8, track_running_stats=False), "batch_renorm", {}, NEW),
+    (lambda: nn.BatchNorm2d(8), "batch_group", {"num_groups": 4}, NEW),
+    (lambda: nn.BatchNorm2d(8), "batch_group", {"num_groups": 12}, NEW),
+    (lambda: nn.BatchNorm2d(8), "switchable", {"pools": ("instance", "batch_group(2)", "batch")}, SAME),
+    (lambda: nn.BatchNorm2d(8), "switchable", {"pools": ("instance", "layer")}, NEW),
+    (lambda: nn.BatchNorm2d(8), "ghost", {"ghost": 1, "num_groups": 8}, SAME_IN_EVALUATION),
+    (lambda: nn.BatchNorm2d(8), "ghost", {"ghost": 2, "num_groups": 4}, NEW),
+    (lambda: nn.BatchNorm2d(8), "batch", {"eps": 0.1}, NEW),
+    (lambda: nn.BatchNorm2d(8), "batch", {"affine": False}, NEW),
+    (lambda: nn.SyncBatchNorm(8), "batch", {}, SAME),
+    (lambda: FrozenBatchNorm2d(8), "batch", {}, SAME),
+    (lambda: FrozenBatchNorm2d(8), "sandwich", {"num_classes": 3}, SAME),
+    (lambda: LayerNorm2d(8, eps=1e-6), "positional", {}, SAME),
+    (lambda: LayerNorm2d(8, eps=1e-6), "layer", {}, NEW),
+    (lambda: timm_norm.LayerNorm2d(8), "positional", {}, SAME),
+    (lambda: timm_norm.GroupNorm(8, 2), "group", {}, SAME),
+    (lambda: timm_norm.GroupNorm1(8), "layer", {}, SAME),
+    (lambda: BatchNormAct2d(8), "sandwich", {"num_classes": 3}, SAME),
+    (lambda: FrozenBatchNormAct2d(8), "batch", {}, SAME),
+    (lambda: GroupNormAct(8, 2, act_layer=nn.SiLU), "group", {}, SAME),
+    (lambda: LayerNormAct2d(8, act_layer=nn.GELU, inplace=False), "positional", {}, SAME),
+    (lambda: normlab.BatchNorm2d(8), "sandwich", {"num_classes": 3}, SAME),
+    (lambda: normlab.BatchRenorm2d(8), "batch", {}, SAME_IN_EVALUATION),
+    (lambda: normlab.KalmanNorm2d(8), "batch", {}, SAME_IN_EVALUATION),
+    (lambda: normlab.GroupNorm2d(4, 8), "group", {}, SAME),
+    (lambda: normlab.PositionalNorm2d(8), "positional", {}, SAME),
+    (lambda: normlab.PositionalNorm2d(8), "batch", {}, NEW),
+    (lambda: normlab.SwitchNorm2d(8), "switchable", {}, SAME),
+    (lambda: normlab.SwitchNorm2d(8), "batch", {}, NEW),
+    (lambda: normlab.BatchGroupNorm2d(8, 4), "batch", {}, SAME_IN_EVALUATION),
+    (lambda: normlab.BatchGroupNorm2d(8, 12), "batch_group", {"num_groups": 12}, SAME),
+    (lambda: normlab.ModeNorm2d(8), "mode", {}, SAME),
+]
+
+
+@pytest.mark.parametrize("case", range(len(SOURCES)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_report_says_whether_the_function_is_kept(case, dtype):
+    make, to, options, kept = SOURCES[case]
+    run = image(8, dtype=dtype)
+    model = small(make()).to(dtype)
+    if isinstance(model[1], normlab.Norm):  # some statistics of their own
+        run(model.train())
+        model.eval()
+    with torch.no_grad():
+        for p in (t for t in model[1].state_dict().values() if t.is_floating_point()):
+            p.mul_(1 + 0.1 * torch.rand_like(p)).add_(0.01)
+    wanted = evaluate(model, run)
+    convert(model, to, **options)
+    (done,) = report(model).converted
+    assert done.kept == kept
+    found = evaluate(model, run, to, **options)
+    assert found[0].dtype == dtype
+    if kept == NEW:
+        assert not torch.allclose(found[0], wanted[0], rtol=1e-3, atol=1e-3)
+    else:
+        close(found, wanted, to)
+    undo(model)
+    assert evaluate(model, run)[0].equal(wanted[0])
+
+
+def test_groups_of_channels_take_the_statistics_of_their_channels():
+    x = torch.randn(64, 8, 4, 4) * torch.arange(1, 9).reshape(1, 8, 1, 1) + torch.randn(8, 1, 1)
+    plain = nn.BatchNorm2d(8, momentum=None)
+    plain(x)
+    grouped = normlab.BatchGroupNorm2d(8, 2, momentum=None)
+    grouped(x)
+    (found,) = convert(nn.Sequential(plain), "batch_group", num_groups=2).children()
+    torch.testing.assert_close(found.running_mean, grouped.running_mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.running_var, grouped.running_var, rtol=1e-2, atol=0)
+
+
+def test_between_tables_of_affine_maps():
+    layer = normlab.SandwichBatchNorm2d(8, 3)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.uniform_(0.5, 1.5)
+    x, y = torch.randn(6, 8, 4, 4), torch.tensor([0, 1, 2, 2, 1, 0])
+    layer(x, y)
+    wanted = layer.eval()(x, y)
+    merged = convert(layer, "conditional", num_classes=3)
+    assert isinstance(merged, normlab.ConditionalBatchNorm2d)
+    assert report(merged).converted[0].kept == SAME
+    torch.testing.assert_close(merged(x, y), wanted)
+    again = convert(merged, "sandwich", num_classes=3)
+    torch.testing.assert_close(again(x, y), wanted)
+    assert undo(again) is layer
+
+
+def test_keep_false_starts_as_constructed():
+    run = image(8, dtype=torch.float32)
+    model = pretrained(small(nn.BatchNorm2d(8)), run)
+    convert(model, "switchable", keep=False)
+    layer: Any = model[1]
+    assert layer.weight.eq(1).all()
+    assert layer.running_mean.eq(0).all()
+    assert layer.mean_weight.softmax(0).eq(1 / 3).all()
+    assert report(model).converted[0].kept == NEW
+
+
+def test_eps_momentum_mode_dtype_and_frozen_parameters_are_kept():
+    model: Any = nn.Sequential(
+        nn.BatchNorm2d(4, eps=1e-3, momentum=None), nn.BatchNorm2d(4, momentum=0.3)
+    ).half()
+    model[1].eval()
+    model[0].weight.requires_grad_(False)
+    convert(model, "sandwich", num_classes=2)
+    first, second = model
+    assert isinstance(first, normlab.Norm)
+    assert isinstance(second, normlab.Norm)
+    assert (first.eps, first.momentum, second.momentum) == (1e-3, None, 0.3)
+    assert (first.training, second.training) == (True, False)
+    assert first.class_weight.dtype == first.running_mean.dtype == torch.half
+    learns = {n: p.requires_grad for n, p in first.named_parameters()}
+    assert learns == {"weight": False, "bias": True, "class_weight": True, "class_bias": True}
+    convert(undo(model), "auxiliary")  # here the tables take the weight's place
+    assert {n.split(".")[0] for n, p in model[0].named_parameters() if not p.requires_grad} == {
+        "branch_weight"
+    }
+    convert(undo(model), "batch_renorm")
+    assert (model[0].momentum, model[1].momentum) == (None, 0.01)
+    convert(undo(model), "batch", momentum=0.5)
+    assert (model[0].momentum, model[1].momentum) == (0.5, 0.5)
+
+
+def test_frozen_batch_norm_stays_frozen():
+    frozen: Any = FrozenBatchNorm2d(8)
+    frozen.running_mean.normal_()
+    model: Any = convert(small(frozen), "batch").train()
+    layer: Any = model[1]
+    before = layer.running_mean.clone()
+    x = torch.randn(2, 3, 8, 8)
+    out = model(x)
+    assert layer.running_mean.equal(before)
+    assert not layer.weight.requires_grad
+    torch.testing.assert_close(out, undo(model)(x))
+
+
+def test_one_dimension_three_dimensions_and_any():
+    model: Any = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm3d(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4))
+    convert(model, "layer")
+    assert [type(m).__name__ for m in model] == ["LayerNorm1d", "LayerNorm3d", "LayerNorm", "LayerNorm1d"]
+
+
+def test_numbers_that_must_divide_the_channels_do():
+    model: Any = nn.Sequential(nn.BatchNorm2d(24), nn.BatchNorm2d(64), nn.BatchNorm2d(18))
+    convert(model, "group")
+    assert [m.statistics.label for m in model] == ["group(24)", "group(32)", "group(18)"]
+    assert "num_groups=32 does not divide 24 channels: 24 there" in report(model).notes
+    convert(undo(model), "meta")
+    assert [m.key_size for m in model] == [12, 16, 9]
+    convert(undo(model), "batch_group")
+    assert [m.statistics.pool.groups for m in model] == [24, 64, 18]
+
+
+def test_a_ghost_batch_with_and_without_groups():
+    model: Any = nn.Sequential(nn.BatchNorm2d(8))
+    convert(model, "ghost", ghost=4)
+    assert type(model[0]) is normlab.BatchNorm2d
+    assert model[0].statistics.label == "batch/ghost=4"
+    convert(undo(model), "ghost", ghost=4, num_groups=2)
+    assert type(model[0]) is normlab.GhostBatchGroupNorm2d
+
+
+# --- functions and classes as targets -----------------------------------------------------------------------------
+
+
+def test_a_function_or_a_class_as_target():
+    run = image(8, dtype=torch.float32)
+    model = pretrained(small(nn.BatchNorm2d(8, eps=1e-3)), run)
+    wanted = evaluate(model, run)
+    convert(model, lambda channels: nn.GroupNorm(2, channels))
+    assert type(model[1]) is nn.GroupNorm
+    assert report(model).converted[0].kept == NEW
+    convert(undo(model), normlab.Norm2d, statistics=("instance", "batch"))
+    assert model[1].statistics.label == "instance+batch"
+    close(evaluate(model, run), wanted)
+    convert(undo(model), "batch")
+    convert(model, nn.BatchNorm2d)  # and back to torch
+    assert type(model[1]) is nn.BatchNorm2d
+    assert model[1].eps == 1e-3
+    assert report(model).converted[0].kept == SAME
+    close(evaluate(model, run), wanted)
+
+
+def test_what_a_function_gives_must_be_a_module():
+    with pytest.raises(TypeError, match="gave int, not a module"):
+        convert(small(nn.BatchNorm2d(8)), lambda channels: channels)
+
+
+# --- which layers -------------------------------------------------------------------------------------------------
+
+
+def test_only_some_layers():
+    model = torchvision.models.resnet18()
+    convert(model, "group", only=r"layer1\..*bn1$")
+    assert [c.name for c in report(model).converted] == ["layer1.0.bn1", "layer1.1.bn1"]
+    convert(undo(model), "group", only=lambda name, module: bool(module.num_features == 512))
+    assert len(report(model).converted) == 5
+    with pytest.raises(ValueError, match=r"leaves out all 20 normalization layers, such as 'bn1'"):
+        convert(undo(model), "group", only="head")
+
+
+class Own(nn.BatchNorm2d):
+    """A subclass that does more."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+def test_what_is_not_known_is_skipped_with_its_reason():
+    changed = nn.BatchNorm2d(4)
+    changed.register_buffer("mask", torch.ones(4))
+    spectral = spectral_norm(nn.Linear(4, 4))
+    model: Any = nn.ModuleDict(
+        {
+            "own": Own(4), "lazy": nn.LazyBatchNorm2d(), "last": nn.LayerNorm(4), "local": nn.LocalResponseNorm(2),
+            "changed": changed, "act": LayerNormAct(4), "spectral": spectral, "rms": nn.RMSNorm(4),
+        }
+    )  # fmt: skip
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=r"nothing to convert.*subclass of BatchNorm2d.*LayerNorm"):
+        convert(model, "group")
+    model["bn"] = nn.BatchNorm2d(4)
+    convert(model, "group")
+    done = report(model)
+    assert [c.name for c in done.converted] == ["bn"]
+    reasons = {s.name: s.reason for s in done.skipped}
+    assert set(reasons) == {"own", "lazy", "last", "local", "changed", "act", "rms"}
+    assert "may do more" in reasons["own"]
+    assert "not initialized" in reasons["lazy"]
+    assert "last axes" in reasons["last"]
+    assert "mask" in reasons["changed"]
+    assert all(m is before[n] for n, m in model.named_modules() if n in before and n)
+
+
+def test_activation_and_dropout_of_a_fused_layer_are_not_lost():
+    fused = BatchNormAct2d(8, act_layer=nn.SiLU, drop_layer=lambda: nn.Dropout2d(0.5))
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), fused).eval()
+    convert(model, "auxiliary")
+    assert isinstance(model[1], NormAct)
+    assert isinstance(model[1].act, nn.SiLU)
+    assert isinstance(model[1].drop, nn.Dropout2d)
+    convert(model, "group", num_groups=2)  # again: the norm inside
+    assert isinstance(model[1].norm, normlab.GroupNorm2d)
+    undo(model)
+    assert model[1] is fused
+
+
+def test_shared_modules_stay_shared():
+    norm = nn.BatchNorm2d(8)
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 1), norm, nn.Conv2d(8, 8, 1), norm, nn.Sequential(norm))
+    convert(model, "group", num_groups=2)
+    assert model[1] is model[3] is model[4][0]
+    assert "1 is also 3 and 4.0" in str(report(model))
+    undo(model)
+    assert model[1] is model[3] is model[4][0] is norm
+
+
+def test_a_model_that_is_a_layer_itself():
+    norm = nn.BatchNorm2d(8)
+    new = convert(norm, "group", num_groups=2)
+    assert type(new) is normlab.GroupNorm2d
+    assert undo(new) is norm
+
+
+def test_hooks_run_on_the_new_layer():
+    calls = []
+    model = small(nn.BatchNorm2d(8))
+    handle = model[1].register_forward_hook(lambda module, args, out: calls.append(type(module).__name__))
+    convert(model, "group", num_groups=2)
+    model(torch.randn(1, 3, 8, 8))
+    assert calls == ["GroupNorm2d"]
+    assert "hooks of 1 run on the new layer too" in report(model).notes
+    handle.remove()
+    model(torch.randn(1, 3, 8, 8))
+    assert calls == ["GroupNorm2d"]
+
+
+def test_parametrized_and_wrapped_models():
+    model: Any = nn.DataParallel(nn.ModuleList([spectral_norm(nn.Conv2d(3, 8, 1)), nn.BatchNorm2d(8)]))
+    convert(model, "group", num_groups=2)
+    assert type(model.module[1]) is normlab.GroupNorm2d
+    assert not report(model).skipped
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(9))
+    before = list(model)
+
+    def make(channels: int) -> nn.Module:
+        return nn.GroupNorm(4, channels)  # 9 channels do not split
+
+    with pytest.raises(ValueError, match="divisible"):
+        convert(model, make)
+    assert list(model) == before
+    with pytest.raises(ValueError, match="was not converted"):
+        undo(model)
+
+
+# --- weight normalization and nothing -----------------------------------------------------------------------------
+
+
+def test_weight_normalization():
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 3), nn.Flatten(), nn.LazyLinear(2)
+    )
+    model[2].weight.requires_grad_(False)
+    weights = [model[0].weight, model[2].weight]
+    convert(model, "weight")
+    assert [type(m).__name__ for m in model][1] == "Identity"
+    assert [c.name for c in report(model).converted] == ["1", "0", "2"]
+    assert [s.name for s in report(model).skipped] == ["4"]
+    magnitude: Any = model[2].parametrizations["weight"].original0
+    assert magnitude.shape == (1, 4, 1, 1)  # one for each channel that comes out
+    assert not magnitude.requires_grad
+    torch.testing.assert_close(model[0].weight, weights[0])
+    with torch.no_grad():
+        values = weights[0].clone()
+        for p in model[0].parameters():
+            p.add_(1)
+    copied: Any = copy.deepcopy(model)
+    undo(model)
+    assert model[0].weight is weights[0]
+    assert model[0].weight.equal(values)
+    assert model[2].weight is weights[1]
+    undo(copied)
+    assert copied[0].weight.equal(values)
+
+
+# --- undo, copies and files ---------------------------------------------------------------------------------------
+
+
+def test_undo_goes_back_to_the_first():
+    run = image(8, dtype=torch.float32)
+    model = pretrained(small(nn.BatchNorm2d(8)), run)
+    first, wanted = model[1], evaluate(model, run)
+    for to in ("sandwich", "switchable", "none", "group"):
+        convert(model, to, **OPTIONS[to]) if to != "none" else convert(model, "layer")
+    undo(model)
+    assert model[1] is first
+    assert evaluate(model, run)[0].equal(wanted[0])
+    with pytest.raises(ValueError, match="Sequential has nothing to undo"):
+        undo(model)
+    with pytest.raises(ValueError, match="no report on Sequential"):
+        report(model)
+
+
+@pytest.mark.parametrize("to", ["sandwich", "none"])
+def test_undo_follows_mode_and_dtype(to):
+    model: Any = convert(small(nn.BatchNorm2d(8)), to, **OPTIONS[to]).double().train()
+    undo(model)
+    assert model[1].weight.dtype == torch.float64
+    assert model[1].training
+
+
+def test_undo_keeps_a_dtype_that_was_its_own():
+    model = small(nn.BatchNorm2d(8)).half()
+    model[1].float()
+    undo(convert(model, "none"))
+    assert model[1].weight.dtype == torch.float32
+
+
+def test_undo_works_on_copies_parts_and_wrapped_models():
+    run = image(8, dtype=torch.float32)
+    inner = pretrained(small(nn.BatchNorm2d(8)), run)
+    wanted = evaluate(inner, run)
+    model: Any = convert(nn.Sequential(inner), "sandwich", num_classes=2)
+    copied: Any = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    close(evaluate(undo(copy.deepcopy(model)), run), wanted)
+    undo(copied)
+    assert type(copied[0][1]) is nn.BatchNorm2d
+    assert copied[0][1] is not inner[1]
+    assert type(model[0][1]) is normlab.SandwichBatchNorm2d
+    undo(model[0])
+    assert evaluate(model, run)[0].equal(wanted[0])
+
+
+def test_what_was_replaced_is_out_of_sight_and_survives_a_file():
+    run = image(8, dtype=torch.float32)
+    model = pretrained(small(nn.BatchNorm2d(8)), run)
+    wanted = evaluate(model, run)
+    convert(model, "batch")
+    assert list(model.state_dict()) == [
+        "0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked",
+    ]  # fmt: skip
+    assert len(list(model.modules())) == 4
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    close(evaluate(loaded, run), wanted)
+    assert report(loaded) == report(model)
+    assert evaluate(undo(loaded), run)[0].equal(wanted[0])
+
+
+def test_the_report_is_for_people(capsys):
+    model: Any = nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(6)), nn.LayerNorm(4))
+    convert(model, "switchable", verbose=True)
+    assert capsys.readouterr().out == (
+        "Sequential converted to switchable\n"
+        "    6 x BatchNorm2d -> SwitchNorm2d, same function (0, 1, 2 and 3 more)\n"
+        "    1 x LayerNorm stays: normalizes the last axes, which are not channels of [N, C, *S] (6)\n"
+        "  note: the mixture starts on one pool and leaves it slowly; keep=False starts from equal weights\n"
+    )
+
+
+def test_torch_batch_norm_alone():
+    model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8), normlab.SwitchNorm2d(8))
+    convert_torch_batch_norm(model)
+    assert [type(m).__name__ for m in model] == ["BatchNorm2d", "GroupNorm", "SwitchNorm2d"]
+    assert isinstance(model[0], normlab.Norm)
+    plain = nn.Sequential(nn.Linear(2, 2))
+    assert convert_torch_batch_norm(plain) is plain
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_told_in_sentences():
+    model = small(nn.BatchNorm2d(8))
+    with pytest.raises(ValueError, match="there is no target 'swichable'; did you mean 'switchable'"):
+        convert(model, "swichable")
+    with pytest.raises(ValueError, match=r"'sandwich' needs num_classes=\.\.\."):
+        convert(model, "sandwich")
+    with pytest.raises(ValueError, match=r"'ghost' needs ghost=\.\.\."):
+        convert(model, "ghost")
+    with pytest.raises(TypeError, match="'group' takes no option 'groups'; did you mean 'num_groups'"):
+        convert(model, "group", groups=4)
+    with pytest.raises(TypeError, match="to is a name, a class or a function"):
+        convert(model, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="only is a regular expression or a function"):
+        convert(model, "group", only=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not a regular expression"):
+        convert(model, "group", only="(")
+    with pytest.raises(ValueError, match="Linear has nothing to convert: it has no normalization layer"):
+        convert(nn.Linear(2, 2), "group")
+    assert type(model[1]) is nn.BatchNorm2d
