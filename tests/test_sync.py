@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import normlab
-from normlab.sync import sync, unsync
+from normlab import sync, unsync
 
 BRANCHES = ("main", "aux")
 STEPS = 3

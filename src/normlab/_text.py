@@ -11,9 +11,9 @@ __all__ = ["nearest", "words"]
 def nearest(name: object, known: Iterable[str]) -> str:
     """``did you mean 'batch'? Known: ...`` for an unknown name."""
     names = list(known)
-    close = get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(names)}."
+    close = get_close_matches(str(name), names, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? Known" if close else "known"
+    return f"{hint}: {', '.join(names)}."
 
 
 def words(items: Iterable[object]) -> str:

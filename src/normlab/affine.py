@@ -51,6 +51,8 @@ def parse_affine(affine: bool | str | Sequence[str], classes: bool, branches: bo
         if affine not in _NAMED:
             raise ValueError(f"there is no affine map {affine!r}; {nearest(affine, (*_NAMED, 'sandwich'))}")
         terms = _NAMED[affine]
+    elif not isinstance(affine, Sequence):
+        raise TypeError(f"affine is a name such as 'shared', several terms, True or False; got {affine!r}")
     else:
         terms = tuple(affine)
         for term in terms:
@@ -80,9 +82,9 @@ def compose(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tens
 
 def predictor_parameters(channels: int, key_size: int) -> dict[str, Tensor]:
     """Initial values of the network that instance-level meta norm predicts its affine map with."""
-    if channels % key_size:
+    if key_size < 1 or channels % key_size:
         raise ValueError(
-            f"instance-level meta norm needs channels in whole key groups of {key_size}; got {channels} channels; "
+            f"a predicted affine map needs channels in whole keys of key_size={key_size}; got {channels} channels; "
             "give a key_size that divides them"
         )
     keys = channels // key_size

@@ -44,7 +44,10 @@ class Pool:
         if self.ghost is not None and self.ghost < 1:
             raise ValueError(f"ghost is {self.ghost} samples a statistic; it must be at least 1")
         if self.ghost is not None and not self.over_batch:
-            raise ValueError(f"ghost={self.ghost} needs a pool over the batch; {self.name!r} is not one")
+            raise ValueError(
+                f"ghost={self.ghost} needs a pool over the batch, such as 'batch' or 'batch_group(8)'; "
+                f"{self.name!r} is not one"
+            )
 
     @property
     def name(self) -> str:
@@ -61,12 +64,8 @@ class Pool:
 
     def check(self, channels: int) -> None:
         """Raise where this pool cannot serve that many channels."""
-        if self.kind == "group" and channels % (self.groups or 1):
-            divisors = [d for d in range(1, channels + 1) if channels % d == 0]
-            raise ValueError(
-                f"{channels} channels do not split into {self.groups} equal groups; "
-                f"use one of {divisors} as the number of groups"
-            )
+        if self.kind == "group":
+            check_groups(channels, self.groups or 1, "equal groups")
 
     def tracked(self, channels: int) -> int:
         """How many running statistics a pool over the batch keeps."""
@@ -75,6 +74,15 @@ class Pool:
     def crosses_channels(self, channels: int) -> bool:
         """Whether what a group covers depends on the resolution (groups that are not whole channels)."""
         return self.kind == "run" and channels % (self.groups or 1) != 0
+
+
+def check_groups(channels: int, groups: int, what: str) -> None:
+    """Raise where channels do not split evenly."""
+    if channels % groups:
+        divisors = [d for d in range(1, channels + 1) if channels % d == 0]
+        raise ValueError(
+            f"{channels} channels do not split into {groups} {what}; use one of {divisors} as the number of groups"
+        )
 
 
 instance = Pool("channel", False)
@@ -92,13 +100,15 @@ def batch_group(groups: int, ghost: int | None = None) -> Pool:
     return Pool("run", True, groups, ghost)
 
 
-_NAMES = ("instance", "layer", "batch", "group", "batch_group", "batch_channels")
+POOLS = ("instance", "layer", "batch", "group", "batch_group", "batch_channels")
 
 
 def parse_pool(pool: str | Pool) -> Pool:
     """A pool, or its name: ``instance``, ``layer``, ``batch``, ``group(32)``, ``batch_group(512)``; ``/ghost=4``."""
     if isinstance(pool, Pool):
         return pool
+    if not isinstance(pool, str):
+        raise TypeError(f"a pool is a name such as 'batch' or 'group(32)', or a Pool; got {pool!r}")
     found = re.fullmatch(r"(\w+?)(?:\((\d+)\))?(?:/ghost=(\d+))?", pool.strip())
     name, number, ghost = found.groups() if found else (pool, None, None)
     plain = {"instance": instance, "layer": layer, "batch": batch}
@@ -114,7 +124,7 @@ def parse_pool(pool: str | Pool) -> Pool:
     elif name in numbered:
         raise ValueError(f"pool {pool!r} needs its number of groups, as in '{name}(32)'")
     else:
-        raise ValueError(f"there is no pool {pool!r}; {nearest(name, _NAMES)}")
+        raise ValueError(f"there is no pool {pool!r}; {nearest(name, POOLS)}")
     return made if ghost is None else replace(made, ghost=int(ghost))
 
 

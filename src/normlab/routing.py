@@ -124,7 +124,10 @@ def _restored(scope: _Scope) -> Iterator[None]:
 def label_index(label: Any, number: int, samples: int | None) -> int | Tensor:
     """A label as the engine takes it: one integer, or ``[N]`` integers; checked where that costs no synchronization."""
     if isinstance(label, bool) or not isinstance(label, (int, Tensor)):
-        raise TypeError(f"a label is an integer or a tensor of integers, one a sample; got {type(label).__name__}")
+        hint = "; pass torch.tensor(label)" if isinstance(label, (list, tuple)) else ""
+        raise TypeError(
+            f"a label is an integer or a tensor of integers, one a sample; got {type(label).__name__}{hint}"
+        )
     if isinstance(label, int):
         if not 0 <= label < number:
             raise ValueError(f"label {label} is out of range; this layer has classes 0 to {number - 1}")
@@ -151,7 +154,7 @@ def branch_index(branch: Any, branches: Sequence[str], samples: int | None) -> i
             f"the branches are {words(branches)}"
         )
     if branch.is_floating_point() or branch.dtype == torch.bool:
-        raise TypeError(f"branch indices must be integers; got a tensor of {branch.dtype}")
+        raise TypeError(f"branch indices must be integers; got a tensor of {branch.dtype}; pass branch.long()")
     branch = _one_a_sample(branch, samples, "branch")
     _check_range(branch, len(branches), lambda low, high: f"branch indices run from {low} to {high}, but there are "
                  f"{len(branches)} branches: {words(branches)}")  # fmt: skip
@@ -163,8 +166,9 @@ def _one_a_sample(index: Tensor, samples: int | None, what: str) -> Tensor:
         index = index.unsqueeze(0)
         return index if samples is None else index.expand(samples)
     if index.dim() != 1 or (samples is not None and index.shape[0] != samples):
-        want = "one for each sample" if samples is None else f"{samples}, one for each sample"
-        raise ValueError(f"the {what} has shape {list(index.shape)}; expected [{want}]")
+        hint = f"; of one-hot rows pass {what}.argmax(1)" if index.dim() == 2 else ""
+        want = "[N]" if samples is None else f"[{samples}]"
+        raise ValueError(f"the {what} has shape {list(index.shape)}; expected {want}, one for each sample{hint}")
     return index
 
 

@@ -305,6 +305,8 @@ class Mixture(Statistics):
 
     @classmethod
     def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
+        if isinstance(pools, str):
+            raise TypeError(f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}")
         return cls(tuple(parse_pool(p) for p in pools), **options)
 
     @property
@@ -317,8 +319,7 @@ class Mixture(Statistics):
 
     def check(self, channels: int) -> None:
         super().check(channels)
-        if channels % self.groups:
-            raise ValueError(f"{channels} channels do not split into {self.groups} groups of weights")
+        _pools.check_groups(channels, self.groups, "groups of weights")
 
     def tracks(self, channels: int) -> tuple[Track | None, ...]:
         how = "unbiased" if self.average == "moving" else "total"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from .._cache import remembered
 from .._text import nearest, words
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
 from ..engine import StyleMoments, normalize, slice_moments
-from ..pools import Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
+from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
 from ..routing import branch_index, current, label_index
 from ..positional import normalize_positions
 from ..rules import Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
@@ -49,8 +50,16 @@ def parse_statistics(statistics: str | Pool | Statistics | Sequence[str | Pool])
             inner = statistics[5:].strip("()") or "2"
             if inner.isdigit():
                 return Modes(int(inner))
+        if statistics.partition("(")[0].partition("/")[0].strip() not in POOLS:
+            known = (*POOLS, "modes(2)", "renorm", "positional")
+            raise ValueError(f"there are no statistics {statistics!r}; {nearest(statistics, known)}")
         return Single(parse_pool(statistics))
-    return Mixture.of(tuple(statistics))
+    if not isinstance(statistics, Sequence):
+        raise TypeError(
+            "statistics are a name such as 'batch', a Pool, several of them, or a Statistics; "
+            f"got {type(statistics).__name__}"
+        )
+    return Mixture.of(statistics)
 
 
 class Norm(nn.Module):
@@ -102,9 +111,13 @@ class Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(num_features, Integral):
+            raise TypeError(f"num_features is the number of channels, an integer; got {num_features!r}")
         if num_features < 1:
             raise ValueError(f"num_features is {num_features}; a layer needs at least one channel")
-        if eps < 0:
+        if not isinstance(eps, Real) or not (momentum is None or isinstance(momentum, Real)):
+            raise TypeError(f"eps and momentum are numbers (momentum may be None); got {eps!r} and {momentum!r}")
+        if not eps >= 0:
             raise ValueError(f"eps is {eps}; it must not be negative")
         if momentum is not None and not 0 <= momentum <= 1:
             raise ValueError(
@@ -429,7 +442,8 @@ class Norm(nn.Module):
                 f"{type(self).__name__} takes {shape}; got {x.dim()} dimensions, {list(x.shape)}{self._rank_hint(x)}"
             )
         if not x.is_floating_point():
-            raise TypeError(f"{type(self).__name__} takes floating-point input; got {x.dtype}; call x.float() first")
+            hint = "view_as_real(x) has the two parts" if x.is_complex() else "call x.float() first"
+            raise TypeError(f"{type(self).__name__} takes floating-point input; got {x.dtype}; {hint}")
         if x.shape[1] != self.num_features:
             last = x.dim() > 2 and x.shape[-1] == self.num_features
             hint = "; the channels seem to be last, call x.movedim(-1, 1)" if last else ""
@@ -438,12 +452,14 @@ class Norm(nn.Module):
             )
 
     def _rank_hint(self, x: Tensor) -> str:
-        if self.dims is None:
-            return ""
-        for dims, ranks in _RANKS.items():
-            if x.dim() in ranks:
-                return f"; use {type(self).__name__[:-2]}{dims}d for {_SHAPES[dims]}"
-        return "; add the batch dimension, x.unsqueeze(0)" if x.dim() + 1 in _RANKS[self.dims] else ""
+        if x.dim() + 1 in (_RANKS[self.dims] if self.dims else (2,)) and x.shape[:1] == (self.num_features,):
+            return "; if that is one sample, add the batch dimension: x.unsqueeze(0)"
+        name = type(self).__name__
+        if self.dims is not None and name.endswith(f"{self.dims}d"):
+            for dims, ranks in _RANKS.items():
+                if x.dim() in ranks:
+                    return f"; use {name[:-2]}{dims}d for {_SHAPES[dims]}"
+        return ""
 
     def _check_counts(self, x: Tensor, spatial: int, segments: Sequence[Segments]) -> None:
         """Refuse one value a statistic, where torch does and where a running variance would be undefined."""
@@ -485,7 +501,9 @@ class Norm(nn.Module):
     def _conditions(self, given: dict[str, Any], x: Tensor) -> tuple[Any, int | Tensor | None, Any]:
         extra = [n for n, v in given.items() if v is not None and n not in self.wants]
         if extra:
-            raise TypeError(f"{type(self).__name__} takes no {words(extra)}")
+            raise TypeError(
+                f"{type(self).__name__} takes no {words(extra)}; beside x it takes {words(sorted(self.wants))}"
+            )
         routed = current(self)
         found = {n: v if v is not None else getattr(routed, n) for n, v in given.items()}
         for name in self.wants:
@@ -513,6 +531,8 @@ class Norm(nn.Module):
             return
         if not isinstance(style, Tensor):
             raise TypeError(f"the style is features [N, C, *S] or StyleMoments; got {type(style).__name__}")
+        if not style.is_floating_point():
+            raise TypeError(f"the style is floating-point features; got {style.dtype}; call style.float() first")
         if style.dim() < 3 or style.shape[1] != self.num_features:
             raise ValueError(
                 f"the style has shape {list(style.shape)}; expected features [N, {self.num_features}, *S] of the same "
@@ -579,7 +599,7 @@ _cached_plans = remembered(_plans)
 
 
 def _check_branches(branches: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(branches, str) or not all(isinstance(b, str) for b in branches):
+    if isinstance(branches, str) or not isinstance(branches, Iterable) or not all(isinstance(b, str) for b in branches):
         raise TypeError(f'branches are names, such as ("main", "aux"); got {branches!r}')
     names = tuple(branches)
     if not names or len(set(names)) != len(names):

@@ -464,6 +464,8 @@ class KalmanNorm(Norm):
         self._check_input(x)
         if prior is None:
             return self._run(x, None, 0, None)
+        if not isinstance(prior, (tuple, list)):
+            raise TypeError(f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}")
         shapes = [tuple(t.shape) for t in prior]
         if shapes != [(self.num_features,)] * 2:
             raise ValueError(f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}")

@@ -1,0 +1,518 @@
+"""Wrong input is refused with a sentence: what came, what was expected, what to do.
+
+Each row gives a call, the error, and the parts of its text that carry the information.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normlab
+from normlab import (
+    AdaptiveInstanceNorm2d,
+    AuxiliaryBatchNorm1d,
+    AuxiliaryBatchNorm2d,
+    BatchGroupNorm2d,
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchRenorm2d,
+    ConditionalBatchNorm2d,
+    GhostBatchGroupNorm2d,
+    GroupNorm2d,
+    GroupNorm3d,
+    InstanceLevelMetaNorm2d,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    KalmanNorm2d,
+    LayerNorm2d,
+    ModeNorm1d,
+    ModeNorm2d,
+    Norm,
+    Norm2d,
+    Pool,
+    SandwichBatchNorm2d,
+    SparseSwitchNorm2d,
+    Statistics,
+    StyleMoments,
+    SwitchNorm1d,
+    SwitchNorm2d,
+    convert,
+    set_radius,
+)
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (4, 6, 5, 5)))
+
+
+class NoCombine(Statistics):
+    pools = (Pool("channel", True),)
+
+
+class Own(Norm2d):
+    """A user's class, whose name ends in no number of dimensions."""
+
+
+def at_another_resolution(training: bool) -> None:
+    layer = BatchGroupNorm2d(6, 4)
+    layer(x())
+    layer.train(training)(x(4, 6, 8, 8))
+
+
+def loaded_at_another_resolution() -> None:
+    layer, fresh = BatchGroupNorm2d(6, 4), BatchGroupNorm2d(6, 4)
+    layer(x())
+    fresh.load_state_dict(layer.state_dict())
+    fresh.eval()(x(4, 6, 8, 8))
+
+
+def aux(n: int = 4) -> Callable[[Any], Tensor]:
+    return lambda branch: AuxiliaryBatchNorm2d(6)(x(n, 6, 5, 5), branch)
+
+
+def ccbn(label: Any) -> Tensor:
+    return ConditionalBatchNorm2d(6, num_classes=3)(x(), label)
+
+
+def adain(style: Any) -> Tensor:
+    return AdaptiveInstanceNorm2d(6)(x(), style)
+
+
+V, T = ValueError, TypeError
+ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
+    # the input
+    "2d given a sequence": (
+        lambda: BatchNorm2d(6)(x(4, 6, 5)),
+        V,
+        [
+            "BatchNorm2d takes [N, C, H, W]",
+            "3 dimensions, [4, 6, 5]",
+            "use BatchNorm1d for [N, C] or [N, C, L]",
+        ],
+    ),
+    "1d given images": (
+        lambda: SwitchNorm1d(6)(x()),
+        V,
+        ["[N, C] or [N, C, L]", "[4, 6, 5, 5]", "use SwitchNorm2d"],
+    ),
+    "3d given images": (
+        lambda: GroupNorm3d(2, 6)(x()),
+        V,
+        ["[N, C, T, H, W]", "use GroupNorm2d for [N, C, H, W]"],
+    ),
+    "2d given volumes": (lambda: LayerNorm2d(6)(x(2, 6, 2, 2, 2)), V, ["5 dimensions", "use LayerNorm3d"]),
+    "one image without a batch": (
+        lambda: BatchNorm2d(6)(x(6, 5, 5)),
+        V,
+        ["[6, 5, 5]", "one sample", "x.unsqueeze(0)"],
+    ),
+    "one vector without a batch": (
+        lambda: Norm(6)(x(6)),
+        V,
+        ["Norm takes [N, C, *S]", "[6]", "x.unsqueeze(0)"],
+    ),
+    "six dimensions": (
+        lambda: Norm2d(6)(x(1, 1, 6, 1, 1, 1)),
+        V,
+        ["Norm2d takes [N, C, H, W]", "6 dimensions"],
+    ),
+    "a user's class": (lambda: Own(6)(x(4, 6)), V, ["Own takes [N, C, H, W]", "2 dimensions, [4, 6]"]),
+    "channels": (
+        lambda: BatchNorm2d(6)(x(4, 5, 7, 7)),
+        V,
+        ["BatchNorm2d has 6 channels", "got 5 in [4, 5, 7, 7]"],
+    ),
+    "channels last": (
+        lambda: BatchNorm2d(6)(x(4, 5, 5, 6)),
+        V,
+        ["has 6 channels", "got 5 in [4, 5, 5, 6]", "channels seem to be last", "x.movedim(-1, 1)"],
+    ),
+    "a list": (lambda: BatchNorm2d(6)([1.0]), T, ["takes a tensor", "got list"]),  # type: ignore[arg-type]
+    "integers": (lambda: BatchNorm2d(6)(x().long()), T, ["floating-point", "torch.int64", "x.float()"]),
+    "complex": (
+        lambda: BatchNorm2d(6)(x().to(torch.complex64)),
+        T,
+        ["floating-point", "torch.complex64", "view_as_real"],
+    ),
+    # numbers at construction
+    "no channels": (lambda: BatchNorm2d(0), V, ["num_features is 0", "at least one"]),
+    "negative channels": (lambda: BatchNorm2d(-2), V, ["num_features is -2", "at least one"]),
+    "channels as text": (lambda: BatchNorm2d("6"), T, ["num_features", "integer", "'6'"]),  # type: ignore[arg-type]
+    "half a channel": (lambda: BatchNorm2d(6.5), T, ["num_features", "integer", "6.5"]),  # type: ignore[arg-type]
+    "negative eps": (lambda: BatchNorm2d(6, eps=-1e-5), V, ["eps is -1e-05", "not be negative"]),
+    "eps that is no number": (lambda: BatchNorm2d(6, eps=float("nan")), V, ["eps is nan"]),
+    "eps as text": (lambda: BatchNorm2d(6, eps="1e-5"), T, ["numbers", "'1e-5'"]),  # type: ignore[arg-type]
+    "momentum above one": (
+        lambda: SwitchNorm2d(6, momentum=1.5),
+        V,
+        ["momentum is 1.5", "share of the new batch", "between 0 and 1", "None"],
+    ),
+    "negative momentum": (lambda: BatchNorm2d(6, momentum=-0.1), V, ["momentum is -0.1", "between 0 and 1"]),
+    "no class": (lambda: SandwichBatchNorm2d(6, 0), V, ["num_classes is 0", "at least one class"]),
+    "groups": (lambda: GroupNorm2d(4, 6), V, ["6 channels", "4 equal groups", "[1, 2, 3, 6]"]),
+    "no group": (lambda: GroupNorm2d(0, 6), V, ["groups is 0", "at least 1"]),
+    "no batch group": (lambda: BatchGroupNorm2d(6, 0), V, ["groups is 0", "at least 1"]),
+    "groups of weights": (
+        lambda: SwitchNorm2d(6, groups=4),
+        V,
+        ["6 channels", "4 groups of weights", "[1, 2, 3, 6]"],
+    ),
+    "no mode": (lambda: ModeNorm2d(6, 0), V, ["num_modes is 0", "at least 1"]),
+    "renorm bounds": (lambda: BatchRenorm2d(6, r_max=0.5), V, ["r_max must be at least 1", "got 0.5"]),
+    "kalman gain": (lambda: KalmanNorm2d(6, 1.5), V, ["gain is 1.5", "between 0 and 1"]),
+    "example weight": (
+        lambda: GhostBatchGroupNorm2d(6, 3, example_weight=2.0),
+        V,
+        ["example_weight is 2.0", "between 0 and 1"],
+    ),
+    "keys": (lambda: InstanceLevelMetaNorm2d(24), V, ["key_size=16", "24 channels", "key_size that divides"]),
+    "no key": (lambda: InstanceLevelMetaNorm2d(32, key_size=0), V, ["key_size=0", "key_size that divides"]),
+    "last_gamma": (
+        lambda: SwitchNorm2d(6, affine=False, last_gamma=True),
+        V,
+        ["last_gamma=True", "needs affine=True"],
+    ),
+    "radius above one": (
+        lambda: SparseSwitchNorm2d(6).set_radius(1.5),
+        V,
+        ["radius is 1.5", "between 0 and 1"],
+    ),
+    "negative radius": (
+        lambda: set_radius(nn.Sequential(SparseSwitchNorm2d(6)), -0.5),
+        V,
+        ["radius is -0.5", "between 0 and 1"],
+    ),
+    "radius of nothing": (
+        lambda: set_radius(nn.Sequential(SwitchNorm2d(6)), 0.5),
+        V,
+        ["Sequential", "SparseSwitchNorm"],
+    ),
+    # names
+    "statistics": (
+        lambda: Norm2d(6, "instanse"),
+        V,
+        ["no statistics 'instanse'", "did you mean 'instance'", "batch_group"],
+    ),
+    "statistics of papers": (lambda: Norm2d(6, "renrom"), V, ["'renrom'", "did you mean 'renorm'"]),
+    "modes": (lambda: Norm2d(6, "modes(x)"), V, ["'modes(x)'", "did you mean 'modes(2)'"]),
+    "statistics of another kind": (lambda: Norm2d(6, 3), T, ["a name such as 'batch'", "got int"]),  # type: ignore[arg-type]
+    "pool": (lambda: SwitchNorm2d(6, ("bacth", "layer")), V, ["no pool 'bacth'", "did you mean 'batch'"]),
+    "pool without its number": (
+        lambda: Norm2d(6, "group"),
+        V,
+        ["'group' needs its number of groups", "'group(32)'"],
+    ),
+    "pool with a number": (lambda: Norm2d(6, "batch(3)"), V, ["no pool 'batch(3)'", "did you mean 'batch'"]),
+    "pool of another kind": (lambda: SwitchNorm2d(6, (3,)), T, ["a pool is a name", "got 3"]),  # type: ignore[arg-type]
+    "pools as one name": (
+        lambda: SwitchNorm2d(6, "batch"),
+        T,
+        ["several pools", "('instance', 'layer', 'batch')", "'batch'"],
+    ),
+    "no pool": (lambda: SwitchNorm2d(6, ()), V, ["at least one pool", "('instance', 'layer', 'batch')"]),
+    "a pool twice": (lambda: Norm2d(6, ("batch", "batch")), V, ["may stand once", "batch, batch"]),
+    "affine": (
+        lambda: Norm2d(6, affine="sandwhich"),
+        V,
+        ["no affine map 'sandwhich'", "did you mean 'sandwich'"],
+    ),
+    "affine term": (
+        lambda: Norm2d(6, affine=("shared", "clas"), num_classes=3),
+        V,
+        ["no affine term 'clas'", "did you mean 'class'"],
+    ),
+    "affine term twice": (
+        lambda: Norm2d(6, affine=("shared", "shared")),
+        V,
+        ["may stand once", "('shared', 'shared')"],
+    ),
+    "predicted first": (
+        lambda: Norm2d(32, affine=("predicted", "shared")),
+        V,
+        ["'predicted'", "must be last"],
+    ),
+    "affine of another kind": (lambda: Norm2d(6, affine=3), T, ["a name such as 'shared'", "got 3"]),  # type: ignore[arg-type]
+    "affine without classes": (lambda: Norm2d(6, affine="class"), V, ["each class", "num_classes=..."]),
+    "affine without branches": (
+        lambda: Norm2d(6, affine="branch"),
+        V,
+        ["each branch", 'branches=("main", "aux")'],
+    ),
+    "sandwich of nothing": (
+        lambda: Norm2d(6, affine="sandwich"),
+        V,
+        ["'sandwich'", "num_classes=...", "branches=(...)"],
+    ),
+    "predicted for runs": (
+        lambda: InstanceLevelMetaNorm2d(32, "batch_group(4)"),
+        V,
+        ["whole channels", "instance"],
+    ),
+    "target": (
+        lambda: convert(nn.Sequential(nn.BatchNorm2d(6)), "swichable"),
+        V,
+        ["no target 'swichable'", "did you mean 'switchable'", "batch_group"],
+    ),
+    # ghost batches
+    "ghost instance": (
+        lambda: Norm2d(6, "instance", ghost=2),
+        V,
+        ["ghost=2", "over the batch", "'batch'", "'instance'"],
+    ),
+    "ghost layer": (lambda: Norm2d(6, "layer/ghost=2"), V, ["ghost=2", "over the batch", "'layer'"]),
+    "ghost mixture": (
+        lambda: SwitchNorm2d(6, ("instance", "layer"), ghost=2),
+        V,
+        ["ghost=2", "instance+layer has none"],
+    ),
+    "ghost of nothing": (lambda: BatchNorm2d(6, ghost=0), V, ["ghost is 0", "at least 1"]),
+    "ghost renorm of nothing": (lambda: BatchRenorm2d(6, ghost=0), V, ["ghost is 0", "at least 1"]),
+    "ghost for an own rule": (lambda: Norm2d(6, NoCombine(), ghost=2), V, ["NoCombine", "'batch/ghost=4'"]),
+    "an own rule without combine": (
+        lambda: Norm2d(6, NoCombine())(x()),
+        T,
+        ["NoCombine", "combine(statistics"],
+    ),
+    # branches
+    "branches as text": (lambda: AuxiliaryBatchNorm2d(6, "main"), T, ['("main", "aux")', "got 'main'"]),
+    "branches as a number": (lambda: AuxiliaryBatchNorm2d(6, 2), T, ['("main", "aux")', "got 2"]),  # type: ignore[arg-type]
+    "branches as numbers": (lambda: AuxiliaryBatchNorm2d(6, (0, 1)), T, ['("main", "aux")', "(0, 1)"]),  # type: ignore[arg-type]
+    "branches twice": (lambda: AuxiliaryBatchNorm2d(6, ("a", "a")), V, ["different names", "('a', 'a')"]),
+    "no branches": (lambda: AuxiliaryBatchNorm2d(6, ()), V, ["at least one", "()"]),
+    "branches with dots": (lambda: AuxiliaryBatchNorm2d(6, ("a.b", "c")), V, ["plain words", "a.b"]),
+    "branch": (lambda: aux()("auxx"), V, ["no branch 'auxx'", "did you mean 'aux'", "main, aux"]),
+    "branch names": (
+        lambda: aux()(["main", "aus", "main", "aux"]),
+        V,
+        ["no branch 'aus'", "did you mean 'aux'"],
+    ),
+    "branch as a number": (lambda: aux()(1), T, ["a branch is a name", "got 1", "main and aux"]),
+    "branch names of other length": (
+        lambda: aux()(["main", "aux"]),
+        V,
+        ["shape [2]", "expected [4]", "each sample"],
+    ),
+    "branch indices of other length": (
+        lambda: aux()(torch.zeros(3).long()),
+        V,
+        ["shape [3]", "expected [4]"],
+    ),
+    "branch index out of range": (
+        lambda: aux()(torch.tensor([0, 1, 2, 0])),
+        V,
+        ["0 to 2", "2 branches: main and aux"],
+    ),
+    "branch index of float": (
+        lambda: aux()(torch.zeros(4)),
+        T,
+        ["integers", "torch.float32", "branch.long()"],
+    ),
+    "branch missing": (
+        lambda: aux()(None),
+        V,
+        ["AuxiliaryBatchNorm2d needs a branch", "layer(x, branch)", "normlab.route(model, branch=...)"],
+    ),
+    "branch for a layer without": (
+        lambda: BatchNorm2d(6)(x(), "main"),
+        T,
+        ["takes no label, branch or style", "x alone"],
+    ),
+    "branch for a layer with labels": (
+        lambda: ConditionalBatchNorm2d(6, 3)(x(), 0, branch="main"),
+        T,
+        ["ConditionalBatchNorm2d takes no branch", "it takes label"],
+    ),
+    "mixed branches for a layer without": (
+        lambda: BatchNorm2d(6)(x(), branch=torch.tensor([0, 1, 0, 1])),
+        T,
+        ["BatchNorm2d takes no branch"],
+    ),
+    # labels
+    "label missing": (
+        lambda: ccbn(None),
+        V,
+        ["ConditionalBatchNorm2d needs a label", "layer(x, label)", "normlab.route(model, label=...)"],
+    ),
+    "label out of range": (lambda: ccbn(3), V, ["label 3 is out of range", "classes 0 to 2"]),
+    "negative label": (lambda: ccbn(-1), V, ["label -1", "classes 0 to 2"]),
+    "labels out of range": (lambda: ccbn(torch.tensor([0, 1, 5, 2])), V, ["0 to 5", "classes 0 to 2"]),
+    "labels of float": (lambda: ccbn(torch.zeros(4)), T, ["integers", "torch.float32", "label.long()"]),
+    "label of float": (lambda: ccbn(1.0), T, ["an integer or a tensor of integers", "got float"]),
+    "label of bool": (lambda: ccbn(True), T, ["an integer or a tensor of integers", "got bool"]),
+    "label as a list": (
+        lambda: ccbn([0, 1, 2, 0]),
+        T,
+        ["a tensor of integers", "got list", "torch.tensor(label)"],
+    ),
+    "labels of other length": (
+        lambda: ccbn(torch.tensor([0, 1])),
+        V,
+        ["shape [2]", "expected [4]", "each sample"],
+    ),
+    "one-hot labels": (
+        lambda: ccbn(torch.zeros(4, 3).long()),
+        V,
+        ["shape [4, 3]", "expected [4]", "label.argmax(1)"],
+    ),
+    # styles
+    "style missing": (
+        lambda: adain(None),
+        V,
+        ["needs a style", "layer(x, style)", "route(model, style=...)"],
+    ),
+    "style channels": (
+        lambda: adain(x(4, 5, 3, 3)),
+        V,
+        ["shape [4, 5, 3, 3]", "expected features [N, 6, *S]"],
+    ),
+    "style vectors": (lambda: adain(x(4, 6)), V, ["shape [4, 6]", "expected features [N, 6, *S]"]),
+    "style samples": (lambda: adain(x(3, 6, 3, 3)), V, ["style has 3 samples", "content 4", "one for all"]),
+    "style of integers": (lambda: adain(x().long()), T, ["floating-point", "torch.int64", "style.float()"]),
+    "style of another kind": (lambda: adain("gogh"), T, ["features [N, C, *S] or StyleMoments", "got str"]),
+    "style moments": (lambda: adain(StyleMoments(x(4, 5), x(4, 5))), V, ["[N, 6] each", "got [4, 5]"]),
+    "style moments of other samples": (
+        lambda: adain(StyleMoments(x(3, 6), x(3, 6))),
+        V,
+        ["3 samples", "content 4"],
+    ),
+    "kalman prior": (lambda: KalmanNorm2d(6)(x(), (x(5), x(5))), V, ["[6] each", "(5,)"]),
+    "kalman prior of one": (lambda: KalmanNorm2d(6)(x(), x(6)), T, ["a mean and a variance", "Tensor"]),  # type: ignore[arg-type]
+    # batch group norm
+    "groups that moved, training": (
+        lambda: at_another_resolution(True),
+        V,
+        [
+            "at resolution [5, 5]",
+            "given [8, 8]",
+            "4 groups",
+            "6 channels",
+            "divides the channels",
+            "calibrate()",
+        ],
+    ),
+    "groups that moved, evaluating": (
+        lambda: at_another_resolution(False),
+        V,
+        ["at resolution [5, 5]", "given [8, 8]"],
+    ),
+    "groups that moved, loaded": (loaded_at_another_resolution, V, ["at resolution [5, 5]", "given [8, 8]"]),
+    "more groups than values": (
+        lambda: BatchGroupNorm2d(6, 151)(x()),
+        V,
+        ["151 groups", "150 values of a sample", "6 channels of 25", "at most"],
+    ),
+    # one value for a statistic
+    "batch of one vector": (
+        lambda: BatchNorm1d(6)(x(1, 6)),
+        V,
+        ["more than 1 value per statistic", "[1, 6]", "batch statistics", "larger batch", "group"],
+    ),
+    "batch of one pixel": (lambda: BatchNorm2d(6)(x(1, 6, 1, 1)), V, ["more than 1 value", "[1, 6, 1, 1]"]),
+    "mixture of one pixel": (
+        lambda: SwitchNorm2d(6)(x(1, 6, 1, 1)),
+        V,
+        ["more than 1 value", "mixture without batch"],
+    ),
+    "modes of one vector": (lambda: ModeNorm1d(6)(x(1, 6)), V, ["more than 1 value"]),
+    "a branch of one vector": (
+        lambda: AuxiliaryBatchNorm1d(6)(x(3, 6), torch.tensor([0, 0, 1])),
+        V,
+        ["more than 1 value", "[3, 6]"],
+    ),
+    "a ghost batch of one vector": (
+        lambda: BatchNorm1d(6, ghost=2)(x(3, 6)),
+        V,
+        ["more than 1 value", "batch/ghost=2"],
+    ),
+    "a run of one value": (
+        lambda: BatchGroupNorm2d(6, 150)(x(1, 6, 5, 5)),
+        V,
+        ["more than 1 value", "batch_group(150)"],
+    ),
+    "instances of one pixel": (
+        lambda: InstanceNorm2d(6)(x(4, 6, 1, 1)),
+        V,
+        ["[4, 6, 1, 1]", "one value a statistic", "use layer, group or batch"],
+    ),
+    "instances of vectors": (
+        lambda: InstanceNorm1d(6).eval()(x(4, 6)),
+        V,
+        ["[4, 6]", "one value a statistic"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_error_says_what_came_and_what_to_do(name):
+    call, kind, parts = ROWS[name]
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    text = str(caught.value)
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{text!r} does not say {missing}"
+
+
+def test_every_error_is_one_sentence():
+    """No line breaks, no dump of values: something to read in a traceback."""
+    for name, (call, kind, _) in ROWS.items():
+        with pytest.raises(kind) as caught:
+            call()
+        text = str(caught.value)
+        assert "\n" not in text, name
+        assert len(text) < 400, name
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shape"),
+    [
+        (BatchNorm1d(6), nn.BatchNorm1d(6), (1, 6)),
+        (BatchNorm2d(6), nn.BatchNorm2d(6), (1, 6, 1, 1)),
+        (InstanceNorm2d(6), nn.InstanceNorm2d(6), (4, 6, 1, 1)),
+        (InstanceNorm2d(6).eval(), nn.InstanceNorm2d(6).eval(), (4, 6, 1, 1)),
+    ],
+)
+def test_torch_refuses_the_same_single_values(ours, theirs, shape):
+    for layer in (ours, theirs):
+        with pytest.raises(ValueError, match=r"(?i)more than 1|one value"):
+            layer(x(*shape))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        BatchNorm2d(6).eval(),
+        BatchNorm2d(6, ghost=2).eval(),
+        GroupNorm2d(2, 6),
+        LayerNorm2d(6),
+        SwitchNorm2d(6, ("instance", "layer")),
+        SwitchNorm2d(6, ("layer", "group(2)")),
+        normlab.PositionalNorm2d(6),
+        GhostBatchGroupNorm2d(6, 2, ghost=1),
+        BatchGroupNorm2d(6, 2),
+    ],
+    ids=lambda layer: f"{type(layer).__name__} {layer.statistics.label}",
+)
+def test_single_values_pass_where_the_statistics_are_defined(layer):
+    assert layer(x(1, 6, 1, 1)).isfinite().all()
+
+
+def test_a_refused_call_leaves_no_trace():
+    """Checks come before anything is updated."""
+    model = nn.Sequential(BatchNorm2d(6), AuxiliaryBatchNorm2d(6))
+    before = {k: v.clone() for k, v in model[1].state_dict().items()}
+    for bad in ("auxx", ["main"], torch.tensor([0, 1, 2, 0])):
+        with pytest.raises(ValueError, match="branch"):
+            model[1](x(), bad)
+    with pytest.raises(ValueError, match="channels"):
+        model[1](x(4, 5, 5, 5), "main")
+    assert all(torch.equal(v, before[k]) for k, v in model[1].state_dict().items())
+
+
+def test_numbers_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    layer = BatchNorm2d(numpy.int64(6), eps=numpy.float32(1e-5), momentum=numpy.float64(0.1))
+    assert layer(x()).shape == (4, 6, 5, 5)
