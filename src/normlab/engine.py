@@ -211,6 +211,7 @@ def _must_trace(x: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
+        or type(x) not in (Tensor, torch.nn.Parameter)  # fake tensors have no values to look at
         or 0 in x.shape[1:]  # an empty batch is not traced: synchronized ranks must run the same code
     )
 
