@@ -232,8 +232,8 @@ class Plan:
             return a_sample
         if self.segments.index is None:
             return a_sample * n
-        members = torch.bincount(self.segments.index, minlength=self.segments.number)
-        return (members * a_sample).unsqueeze(1).to(moments.mean.dtype)
+        each = moments.mean.new_full((n,), a_sample)
+        return each.new_zeros(self.segments.number).index_add(0, self.segments.index, each).unsqueeze(1)
 
     def statistics(self, moments: Moments) -> Pooled:
         """Mean and variance of every pool, of all processes where the pool is synchronized."""
