@@ -55,8 +55,8 @@ def fixup(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Mod
     A block ``relu(norm2(conv2(relu(norm1(conv1(x))))) + identity)`` becomes
     ``relu(scale * conv2(relu(conv1(x + b1) + b2) + b3) + b4 + identity)`` with scalars b and scale. Of L blocks with m
     convolutions, the last convolution starts at zero and the others at He's deviation times ``L ** (-1 / (2m - 2))``.
-    Normalization outside of blocks becomes a scalar bias, that of shortcuts goes, and the last linear layer starts at
-    zero. Convolutions of blocks are reached one level deeper afterwards, as ``conv1.conv``.
+    Normalization outside of blocks becomes a scalar bias, that of shortcuts goes, other convolutions start at He's
+    deviation and the last linear layer at zero. Convolutions of blocks are one level deeper afterwards, ``conv1.conv``.
 
     Args:
         blocks: the residual blocks; otherwise modules with ``conv1``, ``conv2`` ... and a ``downsample`` or
@@ -81,11 +81,15 @@ def fixup(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Mod
     new: dict[int, nn.Module] = {}
     for block in found:
         _fix_block(block, len(found), new)
+    within = {id(m) for block in found for m in block.modules()}
+    for module in model.modules():
+        if id(module) not in within and isinstance(module, _CONVS):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     for _, norm in named(model, is_norm):
         if id(norm) not in new:
             new[id(norm)] = _in_place_of(norm, Bias())
     classifier = next((m for m in reversed(list(model.modules())) if type(m) is nn.Linear), None)
-    if classifier is not None and id(classifier) not in {id(m) for b in found for m in b.modules()}:
+    if classifier is not None and id(classifier) not in within:
         for parameter in classifier.parameters():
             parameter.zero_()
         new[id(classifier)] = _like(classifier, nn.Sequential(OrderedDict(bias=Bias(), linear=classifier)))

@@ -94,7 +94,7 @@ def fold(
         _carry_hooks(made, module)
         new[key] = made
         done.converted.append(Converted(name, type(module).__name__, type(made).__name__, SAME))
-    model = _unwrap(put(model, new))
+    model = _unwrap(put(model, new)).eval()
     _drop_residue(model)
     model.__dict__["_normlab_report"] = done
     if inputs is not None:

@@ -505,7 +505,10 @@ def unparametrize(module: nn.Module) -> None:
     own = {n: v for n, v in vars(kind).items() if n not in ("__dict__", "__weakref__")}
     own_class: Any = type(kind.__name__, kind.__bases__, own)
     module.__class__ = own_class
+    learns = any(p.requires_grad for p in module.parametrizations["weight"].parameters())  # type: ignore[index, union-attr]
     remove_parametrizations(module, "weight")
+    weight: Any = module.weight  # torch makes a buffer of what does not require gradients
+    module.weight = nn.Parameter(weight.detach(), requires_grad=learns)
 
 
 def _restore_weight(module: nn.Module, before: _Original) -> None:
