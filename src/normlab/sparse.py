@@ -30,7 +30,7 @@ def sparsestmax(z: Tensor, radius: float | Tensor, dim: int = -1) -> Tensor:
     """
     point = z.movedim(dim, -1)
     radius = torch.as_tensor(radius, dtype=z.dtype, device=z.device)
-    tiny = torch.finfo(z.dtype).tiny
+    tiny, rounding = torch.finfo(z.dtype).tiny, (16 * torch.finfo(z.dtype).eps) ** 2
     centre = result = decided = None
     for _ in range(point.shape[-1]):
         on_simplex = sparsemax(point)
@@ -41,7 +41,7 @@ def sparsestmax(z: Tensor, radius: float | Tensor, dim: int = -1) -> Tensor:
             radius = torch.where(radius > 0, radius.clamp_min(tiny).sqrt(), 0)
         away = on_simplex - here
         squared = away.square().sum(-1, keepdim=True)
-        apart = squared > 0
+        apart = squared > rounding
         distance = torch.where(apart, squared, 1).sqrt() * apart
         far = (distance >= radius) | ~apart
         pushed = here + radius * away / torch.where(apart, distance, 1)

@@ -232,8 +232,8 @@ class SparseSwitchNorm(SwitchNorm):
         weights = self.statistics.weights({n: getattr(self, n) for n in self._learned})
         for name, w in zip(("mean_weight", "var_weight"), weights, strict=True):
             logits = getattr(self, name)
-            if logits.requires_grad and bool((w.amax(0) >= 1).all()):
-                logits.copy_(w)
+            if logits.requires_grad and bool((w.amax(0) > 1 - 1e-6).all()):
+                logits.copy_(w.round())
                 logits.requires_grad_(False)
                 logits.grad = None
 
