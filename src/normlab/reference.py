@@ -341,7 +341,7 @@ def _sums_one_by_one(
     view: Tensor, view_dy: Tensor, near: Tensor, center: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     n, parts, _, c = view.shape
-    at = _to_last(near, rows).expand(n, parts, 1, c).reshape(n * parts, c).unbind(0)
+    at = _to_last(near, rows).expand(n, parts, 1, c).reshape(n * parts, c).contiguous().unbind(0)
     one = view.new_ones(c)
     found = [
         torch.ops.aten.native_batch_norm_backward(g, v, None, None, None, m, one, True, 0.0, [False, True, True])[1:]
