@@ -33,6 +33,7 @@ __all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
 _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
 _SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
 _CONDITIONS = ("label", "branch", "style")
+_AXES = 8  # spatial axes that a tracked resolution may have
 
 
 def parse_statistics(statistics: str | Pool | Statistics | Sequence[str | Pool]) -> Statistics:
@@ -224,7 +225,7 @@ class Norm(nn.Module):
             self.register_buffer("num_batches_tracked", None)
         if number and any(p.crosses_channels(self.num_features) for p in self.statistics.pools):
             # Runs that cross channels mean other positions at another resolution: it travels with the statistics.
-            self.register_buffer("run_shape", torch.full((3,), -1, dtype=torch.long, device=device))
+            self.register_buffer("run_shape", torch.full((_AXES,), -1, dtype=torch.long, device=device))
 
     def reset_running_stats(self) -> None:
         """Running statistics as they were at construction."""
@@ -412,7 +413,7 @@ class Norm(nn.Module):
             return
         self._run_shape = shape
         with torch.no_grad():
-            filled = (-1,) * 3 if shape is None else (*shape, *(-1,) * (3 - len(shape)))
+            filled = (-1,) * _AXES if shape is None else (*shape, *(-1,) * (_AXES - len(shape)))
             for i, size in enumerate(filled):
                 stored[i] = size
 
