@@ -236,6 +236,11 @@ class Untraceable(nn.Module):
         return self.bn(self.conv(x))
 
 
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2 if float(x.sum()) > 1e9 else x
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -257,6 +262,7 @@ def folded_names(model: nn.Module) -> set[str]:
         (Weighing, C, set()),
         (Untraceable, 6, {"stem.1", "block.bn"}),
         (lambda: Untraceable(shared=True), 6, {"block.bn"}),
+        (lambda: nn.Sequential(nn.Conv2d(6, C, 3), normlab.BatchNorm2d(C), Gate()), 6, {"1"}),
     ],
 )
 def test_only_a_convolution_that_feeds_its_norm_alone(make, channels, names):

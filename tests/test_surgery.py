@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 import torchvision
 from timm.layers import norm as timm_norm
 from timm.layers.norm_act import (
@@ -24,6 +25,7 @@ from timm.layers.norm_act import (
     LayerNormAct2d,
 )
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import is_parametrized
 from torchvision.models import regnet
@@ -449,6 +451,48 @@ def test_frozen_batch_norm_stays_frozen():
     assert layer.running_mean.equal(before)
     assert not layer.weight.requires_grad
     torch.testing.assert_close(out, undo(model)(x))
+
+
+def test_instance_norm_in_place_of_batch_norm_tracks_nothing():
+    model: Any = nn.Sequential(nn.BatchNorm2d(4))
+    convert(model, "instance")
+    assert not model[0].track_running_stats
+    convert(undo(model), nn.InstanceNorm2d)
+    assert model[0].running_mean is None
+
+
+def test_a_bias_that_was_not_there_does_not_learn():
+    model: Any = nn.Sequential(nn.GroupNorm(2, 4, bias=False))
+    convert(model, "group")
+    assert model[0].bias.eq(0).all()
+    assert [n for n, p in model[0].named_parameters() if p.requires_grad] == ["weight"]
+
+
+def test_synchronized_layers_stay_so():
+    model: Any = nn.Sequential(nn.SyncBatchNorm(4), nn.BatchNorm2d(4))
+    convert(model, "batch")
+    assert model[0].process_group is None
+    assert any("call normlab.sync" in n for n in report(model).notes)
+    undo(model)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        convert(model, "switchable")
+        assert [m.process_group is not None for m in model] == [True, False]
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm2d(4)))
+        convert(wrapped, "group", num_groups=2)
+        assert any("convert first, then wrap" in n for n in report(wrapped).notes)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_converted_model_compiles_and_exports():
+    run = image(8, dtype=torch.float32)
+    model = pretrained(small(nn.BatchNorm2d(8)), run)
+    convert(model, "switchable")
+    wanted = evaluate(model, run)
+    x = pictures(2, 3, 8, 8, dtype=torch.float32)
+    close(evaluate(torch.export.export(model, (x,)).module(), run), wanted)
+    close(evaluate(torch.compile(model, fullgraph=True, backend="eager"), run), wanted)  # type: ignore[arg-type]
 
 
 def test_one_dimension_three_dimensions_and_any():
