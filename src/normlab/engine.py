@@ -351,7 +351,7 @@ def _differentiate_rule(
     each = iter(found)
     d_mean, d_var, *d_tensors = (next(each) if leaf.requires_grad else None for leaf in ctx.leaves)
     offset = None if d_mean is None else d_mean / ctx.size
-    slope = None if d_var is None else d_var * (2 / ctx.size)
+    slope = None if d_var is None else d_var * 2 / ctx.size  # not 2 / size, which is float32 for a tensor of sizes
     return offset, slope, tuple(d_tensors)
 
 

@@ -308,7 +308,8 @@ class Plan:
             assert pooled.stacked is not None
             at_pool = pooled.stacked
         product = None if w is None else (total * at_pool).sum((1, 2))
-        inverse = 1 / _at_least_one(pooled.count)
+        count = _at_least_one(pooled.count)
+        inverse = count.to(d.dtype).reciprocal() if isinstance(count, Tensor) else 1 / count
         offset, half = (total[0] * inverse, total[1] * inverse) if w is None else (
             total[0] * (w[0] * inverse), total[1] * (w[1] * inverse)
         )  # fmt: skip
