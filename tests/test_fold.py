@@ -306,6 +306,26 @@ def test_inputs_uncover_what_a_trace_cannot_see():
         fold(model, inputs=torch.randn(2, 6, 8, 8, dtype=torch.float64))
 
 
+class Labelled(nn.Module):
+    """Hands the label to its layer by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(6, C, 3), normlab.ConditionalBatchNorm2d(C, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return self.bn(self.conv(x), label=label)
+
+
+def test_a_layer_that_the_model_itself_tells_the_label_stays():
+    model = drawn(Labelled()).double().eval()
+    x, label = torch.randn(2, 6, 8, 8, dtype=torch.float64), torch.tensor([0, 2])
+    for inputs in (None, (x, label)):
+        folded: Any = fold(model, label=1, inputs=inputs)
+        assert report(folded).skipped[0].reason == "the model calls it with more than x"
+        torch.testing.assert_close(folded(x, label), model(x, label))
+
+
 # --- what stays ---------------------------------------------------------------------------------------------------
 
 

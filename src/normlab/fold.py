@@ -68,12 +68,13 @@ def fold(
     _check_conditions(model, branch, label)
     model = deepcopy(model).eval()
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    before, ranks = (None, {}) if inputs is None else _run(model, arguments, branch, label)
+    more: set[int] = set()  # layers that the model itself gives a label, a branch or a prior
+    before, ranks = (None, {}) if inputs is None else _run(model, arguments, branch, label, more)
     done = Report(f"{type(model).__name__} folded")
     new: dict[int, nn.Module] = {}
     found = {id(module): (names[0], module) for names, module in named(model, is_norm)}
     sources = {key: read(module, branch=branch, label=label) for key, (_, module) in found.items()}
-    for conv, norm in _pairs(model, _places(model)):
+    for conv, norm in list(_pairs(model, _places(model), more)):
         source = sources[id(norm)]
         if id(norm) not in new and _foldable(conv, norm, source, ranks.get(id(norm))):
             assert isinstance(source, Plain)
@@ -86,6 +87,8 @@ def fold(
             continue
         source = sources[key]
         made = source if isinstance(source, str) else _plain_layer(source, ranks.get(key))
+        if key in more and not isinstance(made, str):
+            made = "the model calls it with more than x"
         if isinstance(made, str) and _can_merge(module):
             made = merge_sandwich(module)
         if isinstance(made, str):
@@ -98,7 +101,7 @@ def fold(
     _drop_residue(model)
     model.__dict__["_normlab_report"] = done
     if inputs is not None:
-        after, _ = _run(model, arguments, branch, label)
+        after, _ = _run(model, arguments, branch, label, set())
         _compare(before, after)
     return model
 
@@ -251,9 +254,9 @@ def _is_conv(module: nn.Module) -> bool:
 
 
 def _pairs(
-    module: nn.Module, places: dict[int, int], part: bool = False
+    module: nn.Module, places: dict[int, int], more: set[int], part: bool = False
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Convolutions with the normalization layer that is all they feed.
+    """Convolutions with the normalization layer that is all they feed; layers given more than one argument to ``more``.
 
     A part of a model is traced where it can be called in one way only, so that what the trace shows is all there is.
     """
@@ -261,14 +264,14 @@ def _pairs(
         return
     alone = [] if part and not _takes_one(module) else _traces(module)
     if alone:
-        yield from (p for p in _adjacent(alone) if not part or all(places[id(m)] == 1 for m in p))
+        yield from (p for p in _adjacent(alone, more) if not part or all(places[id(m)] == 1 for m in p))
         return
     if type(module) is nn.Sequential:
         for a, b in pairwise(module):
             if _is_conv(a) and is_norm(b) and places[id(a)] == places[id(b)] == 1:
                 yield a, b
     for child in module.children():
-        yield from _pairs(child, places, part=True)
+        yield from _pairs(child, places, more, part=True)
 
 
 def _places(model: nn.Module) -> dict[int, int]:
@@ -303,7 +306,9 @@ def _traces(module: nn.Module) -> list[tuple[nn.Module, fx.Graph]]:
     return found
 
 
-def _adjacent(traced: Sequence[tuple[nn.Module, fx.Graph]]) -> list[tuple[nn.Module, nn.Module]]:
+def _adjacent(
+    traced: Sequence[tuple[nn.Module, fx.Graph]], more: set[int]
+) -> list[tuple[nn.Module, nn.Module]]:
     """Pairs that hold in every graph: each call of the one feeds a call of the other and nothing else."""
     sees: dict[int, set[int | None]] = {}  # what a module feeds, or what it is fed by
     modules: dict[int, nn.Module] = {}
@@ -312,8 +317,10 @@ def _adjacent(traced: Sequence[tuple[nn.Module, fx.Graph]]) -> list[tuple[nn.Mod
         for node, module in called.items():
             modules[id(module)] = module
             if is_norm(module):
-                alone = len(node.args) == 1 and not node.kwargs
-                giver = called.get(node.args[0]) if alone and isinstance(node.args[0], fx.Node) else None
+                if len(node.args) + len(node.kwargs) > 1:
+                    more.add(id(module))
+                first = node.args[0] if node.args else None
+                giver = called.get(first) if isinstance(first, fx.Node) else None
                 sees.setdefault(id(module), set()).add(None if giver is None else id(giver))
             elif _is_conv(module):
                 takers = [called.get(u) for u in node.users]
@@ -326,7 +333,7 @@ def _adjacent(traced: Sequence[tuple[nn.Module, fx.Graph]]) -> list[tuple[nn.Mod
                 sees.setdefault(id(owner), set()).add(None)
     found = []
     for key, module in modules.items():
-        if is_norm(module) and len(sees[key]) == 1:
+        if is_norm(module) and len(sees[key]) == 1 and key not in more:
             (giver,) = sees[key]
             if giver is not None and _is_conv(modules[giver]) and sees[giver] == {key}:
                 found.append((modules[giver], module))
@@ -361,9 +368,9 @@ def _drop_residue(model: nn.Module) -> None:
 
 
 def _run(
-    model: nn.Module, arguments: tuple[Any, ...], branch: str | None, label: int | None
+    model: nn.Module, arguments: tuple[Any, ...], branch: str | None, label: int | None, more: set[int]
 ) -> tuple[Any, dict[int, int]]:
-    """The outputs, and the rank of what each normalization layer was given."""
+    """The outputs, and the rank of what each normalization layer was given; those given more than that to ``more``."""
     wants = frozenset().union(*(m.wants for m in model.modules() if isinstance(m, Norm)))
     given = {n: v for n, v in (("branch", branch), ("label", label)) if v is not None and n in wants}
     if wants - given.keys():
@@ -371,11 +378,13 @@ def _run(
         raise ValueError(f"running the model needs a {missing}; give it, or leave inputs out")
     ranks: dict[int, int] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args and isinstance(args[0], Tensor):
             ranks[id(module)] = args[0].dim()
+        if len(args) + len(kwargs) > 1:
+            more.add(id(module))
 
-    handles = [m.register_forward_pre_hook(note) for m in model.modules() if is_norm(m)]
+    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if is_norm(m)]
     try:
         with route(model, **given) if given else nullcontext():
             return model(*arguments), ranks
