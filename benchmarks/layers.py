@@ -148,7 +148,7 @@ def _nothing(x: Tensor) -> tuple:
 
 
 def _labels(x: Tensor) -> tuple:
-    return (torch.arange(x.shape[0]) % CLASSES,)
+    return (torch.arange(x.shape[0], device=x.device) % CLASSES,)
 
 
 def _groups(c: int) -> int:

@@ -8,6 +8,7 @@ torch.Size([2, 64, 8, 8])
 
 from importlib.metadata import PackageNotFoundError, version
 
+from .backend import backend
 from .calibrate import calibrate
 from .engine import (
     Coefficients,
@@ -250,6 +251,7 @@ __all__ = [
     "SwitchNorm2d",
     "SwitchNorm3d",
     "TARGETS",
+    "backend",
     "calibrate",
     "convert",
     "fixup",

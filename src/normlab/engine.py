@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import reference as passes
+from . import reference
+from .backend import kernels_serve
 from ._cache import remembered
 
 __all__ = ["Coefficients", "Moments", "Rows", "Rule", "StyleMoments", "normalize", "slice_moments"]
@@ -57,6 +58,18 @@ class StyleMoments(NamedTuple):
 
     mean: Tensor  # [N, C]
     std: Tensor  # [N, C]
+
+
+class Update(NamedTuple):
+    """Running statistics of the one pool over the batch, ``[R]`` each, their counter, and the share of the new batch."""
+
+    mean: Tensor
+    var: Tensor
+    batches: Tensor
+    momentum: float
+
+
+MOVED = object()
 
 
 class Rule(Protocol):
@@ -164,11 +177,13 @@ def normalize(
     weight: Tensor | None = None,  # [C], [1, C] or [N, C]
     bias: Tensor | None = None,  # likewise
     rows: Rows | None = None,
+    update: Update | None = None,
 ) -> tuple[Tensor, Any]:
     """Normalize ``x`` by ``rule`` and apply the affine map; return ``y`` and what the rule saw.
 
     ``tensors`` are handed to the rule and receive gradients. The affine map is applied to the rule's coefficients, so
     ``y = weight * standardized + bias`` with ``weight`` and ``bias`` shared by the batch or given for each sample.
+    Kernels that can move running statistics on the way do so with ``update`` and return :data:`MOVED` as what was seen.
 
     >>> import torch
     >>> def root_mean_square(m):                 # a rule: no centring, one scale a sample
@@ -187,6 +202,13 @@ def normalize(
     if _must_trace(x):
         return _plain(x, rule, rows, weight, bias, *tensors)
     box: list[Any] = []
+    if kernels_serve(x, rows) and hasattr(rule, "closed_call") and (weight is None) == (bias is None):
+        from . import fused  # imports triton
+
+        call = rule.closed_call()  # type: ignore[attr-defined]
+        if call is not None:
+            y, seen = fused.normalize(x, rule, call, rows, update, weight, bias, tuple(tensors))
+            return y, seen if update is None else MOVED
     y = _Normalize.apply(x, rule, rows, box, weight, bias, *tensors)
     return y, box[0]
 
@@ -201,9 +223,18 @@ def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
     rows = Rows(x.shape[1])
     size = prod(x.shape[2:])
     if _must_trace(x):
-        return Moments(*passes.plain_moments(x, rows), size)
+        return Moments(*reference.plain_moments(x, rows), size)
     mean, var = _SliceMoments.apply(x, rows)
     return Moments(mean, var, size)
+
+
+def _passes(x: Tensor, rows: Rows) -> Any:
+    """The module whose passes take ``x``."""
+    if kernels_serve(x, rows):
+        from . import launch  # imports triton
+
+        return launch
+    return reference
 
 
 def _must_trace(x: Tensor) -> bool:
@@ -221,10 +252,10 @@ def _plain(
 ) -> tuple[Tensor, Any]:
     """The whole normalizer as one differentiable expression: what compilers trace and double backward differentiates."""
     spatial = prod(x.shape[2:])
-    moments = Moments(*passes.plain_moments(x, rows), rows.size(spatial, x.device))
+    moments = Moments(*reference.plain_moments(x, rows), rows.size(spatial, x.device))
     standard, seen = rule(moments, *(t.to(moments.mean.dtype) for t in tensors))
     coefficients = _compose(standard, rows, spatial, weight, bias)
-    return passes.plain_apply(x, rows, coefficients), seen
+    return reference.plain_apply(x, rows, coefficients), seen
 
 
 def _compose(
@@ -259,6 +290,7 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
+        passes = _passes(x, rows)
         spatial = prod(x.shape[2:])
         size = rows.size(spatial, x.device)
         closed = hasattr(rule, "gradient")
@@ -293,8 +325,11 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         x, stats, weight, bias, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            return _differentiate_plain(ctx, dy, x, weight, bias, tensors)
+            needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
+            dx, *rest = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, tensors)
+            return (dx, None, None, None, *rest)
         rows, spatial = ctx.rows, prod(x.shape[2:])
+        passes = _passes(x, rows)
         center, scale, shift = ctx.standard
         if not ctx.closed:
             center, scale = center.detach(), scale.detach()
@@ -355,26 +390,31 @@ def _differentiate_rule(
     return offset, slope, tuple(d_tensors)
 
 
-def _differentiate_plain(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, tensors: Sequence[Tensor]
-) -> tuple[Any, ...]:
-    inputs = (x, weight, bias, *tensors)
+def differentiate_plain(
+    rule: Rule,
+    rows: Rows,
+    needs: Sequence[bool],  # of x, weight, bias and each tensor
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tensors: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the plain expression that can be differentiated again."""
     # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
-    views = tuple(None if t is None else t.view_as(t) for t in inputs)
+    views = tuple(None if t is None else t.view_as(t) for t in (x, weight, bias, *tensors))
     x_, weight_, bias_, *tensors_ = views
     assert x_ is not None
-    y, _ = _plain(x_, ctx.rule, ctx.rows, weight_, bias_, *(t for t in tensors_ if t is not None))
-    needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+    y, _ = _plain(x_, rule, rows, weight_, bias_, *(t for t in tensors_ if t is not None))
     wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
-    dx, *rest = (next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
-    return (dx, None, None, None, *rest)
+    return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
 
 
 class _SliceMoments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        mean, var = passes.moments(x, rows)
+        mean, var = _passes(x, rows).moments(x, rows)
         ctx.rows = rows
         ctx.save_for_backward(x, mean)
         return mean, var
@@ -385,11 +425,11 @@ class _SliceMoments(torch.autograd.Function):
         rows = ctx.rows
         if torch.is_grad_enabled():
             view = x.view_as(x)
-            again = passes.plain_moments(view, rows)
+            again = reference.plain_moments(view, rows)
             wanted = [g.to(m.dtype) for g, m in zip((d_mean, d_var), again, strict=True)]
             return torch.autograd.grad(again, view, wanted, create_graph=True)[0], None
         size = prod(x.shape[2:])
         offset, slope = d_mean / size, d_var * (2 / size)
-        return passes.input_gradient(None, x, rows, None, offset, slope, mean), None
+        return _passes(x, rows).input_gradient(None, x, rows, None, offset, slope, mean), None
 
 

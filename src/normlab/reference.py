@@ -309,7 +309,7 @@ def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Ten
     view, last = _view(x, rows)
     near = center.to(torch.promote_types(x.dtype, torch.float32))
     if last:
-        view_dy, place = _last_view(dy, rows), _to_last(near, rows)
+        view_dy, place = _last_view(dy, rows).contiguous(), _to_last(near, rows)
         found: list[tuple[Tensor, Tensor]] = []
         if _one_by_one(view):
             return _sums_one_by_one(_wide(view), _wide(view_dy), near, center, rows)

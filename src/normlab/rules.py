@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .engine import Coefficients, Moments, Rule, at_least_single
 from .pools import Plan, Pool, Pooled, parse_pool
 from .running import Track
 from .sparse import sparsestmax
+
+if TYPE_CHECKING:
+    from .fused import Call
 
 __all__ = ["Kalman", "Mixture", "Modes", "Positional", "Renorm", "Single", "Sources", "Statistics"]
 
@@ -164,6 +167,14 @@ class _Mix:
         self.sources, self.weighting, self.groups = sources, weighting, groups
         self.reads_moments = any(sources.live)
         self.per_group = Plan(_pools.group(groups), sources.plans[0].rows, _pools.Segments())
+
+    def closed_call(self) -> Call | None:
+        """This rule as the kernels take it, where they do."""
+        from .fused import closed_call  # imports triton
+
+        if self.groups > 1 or self.weighting not in (None, _softmax):
+            return None
+        return closed_call(self.sources)
 
     def __call__(self, moments: Moments, *logits: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
         weights = None
@@ -423,6 +434,11 @@ class Renorm(Statistics):
 class _Corrected:
     def __init__(self, statistics: Renorm, sources: Sources) -> None:
         self.statistics, self.sources = statistics, sources
+
+    def closed_call(self) -> Call | None:
+        from .fused import closed_call
+
+        return closed_call(self.sources, self.statistics)
 
     def __call__(self, moments: Moments) -> tuple[Coefficients, list[Pooled | None]]:
         plan, running, eps = self.sources.plans[0], self.sources.running[0], self.sources.eps

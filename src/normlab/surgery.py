@@ -297,7 +297,9 @@ def put(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
 def _nothing(model: nn.Module, found: list[Any], skipped: list[Skipped], limited: bool) -> str:
     start = f"{type(model).__name__} has nothing to convert: "
     if not found:
-        return start + "it has no normalization layer"
+        taken = any(_original(m) is not None for m in model.modules())
+        hint = "; undo(model) puts back those that a conversion took out" if taken else ""
+        return f"{start}it has no normalization layer{hint}"
     if not skipped and limited:
         return (
             start + f"only=... leaves out all {len(found)} normalization layers, such as {found[0][0][0]!r}"

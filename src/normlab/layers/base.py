@@ -15,10 +15,11 @@ from .. import running
 from .._cache import remembered
 from .._text import nearest, words
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
-from ..engine import StyleMoments, normalize, slice_moments
+from ..backend import kernels_serve
+from ..engine import MOVED, StyleMoments, Update, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
-from ..routing import branch_index, current, label_index
 from ..positional import normalize_positions
+from ..routing import branch_index, current, label_index
 from ..rules import Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
 from ..running import Policy, Track
 
@@ -287,8 +288,11 @@ class Norm(nn.Module):
             zeros = x.new_zeros(1, 1) if bias is None else bias
             tensors = (*tensors, ones, zeros, *(getattr(self, n) for n in self._predictor))
             weight = bias = None
-        y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
-        if live_batch and (x.shape[0] or self.process_group is not None):
+        update = self._update_in_kernel(segments) if live_batch and kernels_serve(x, rows) else None
+        y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
+        if seen is MOVED:
+            self._set_run_shape(tuple(x.shape[2:]))
+        elif live_batch and (x.shape[0] or self.process_group is not None):
             self._observe(seen, segments, x)
         return y
 
@@ -400,6 +404,28 @@ class Norm(nn.Module):
             mean, var = (getattr(self, n) for n in names)
             running.update_(mean, var, batches, pooled, s, branches, self._share(), how, self.eps, ok)
         self._set_run_shape(tuple(x.shape[2:]), ok)
+
+    def _update_in_kernel(self, segments: Sequence[Segments]) -> Update | None:
+        """Running statistics that a kernel may move on the way: one pool over the batch, one segment, nothing special."""
+        policy = self.policy
+        tracked = [k for k, names in enumerate(self._buffers_of) if names is not None]
+        if len(tracked) != 1 or not policy.update or policy.guard or self.observer is not None:
+            return None
+        k = tracked[0]
+        names, track, momentum = self._buffers_of[k], self._tracks[k], self._share()
+        assert names is not None and track is not None
+        how = "deviation" if isinstance(self.statistics, Renorm) else "unbiased"
+        simple = segments[k].index is None and self.process_group is None and len(track.shape) == 1
+        if momentum is None or track.how != how or not simple or running.in_backward():
+            return None
+        mean, var = (getattr(self, n) for n in names)
+        batches = self.num_batches_tracked
+        if mean.dtype != torch.float32 or not isinstance(batches, Tensor):
+            return None
+        if self.branches is not None:
+            branch = segments[k].branch
+            mean, var, batches = mean[branch], var[branch], batches[branch]
+        return Update(mean, var, batches, momentum)
 
     def _share(self) -> float | None:
         average = isinstance(self.statistics, Mixture) and self.statistics.average == "batch"

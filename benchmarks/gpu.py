@@ -1,0 +1,261 @@
+"""Every normalizer beside nn.BatchNorm2d on a GPU, forward + backward: eager time, captured-graph time, memory, error.
+
+    python benchmarks/gpu.py --out benchmarks/gpu.csv
+
+All candidates of a cell (shape, dtype, layout) run in one process, interleaved. Eager time includes the host; the
+captured graph does not. ``limit_share`` is 8 tensor passes (3 forward, 5 backward) at the copy rate measured in the same
+run, over the captured-graph time. Errors are against the same layer in float64, beside nn.BatchNorm2d's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from layers import CASES, Naive
+
+import normlab
+
+SHAPES = [
+    (64, 64, 112, 112),
+    (64, 256, 56, 56),
+    (64, 512, 28, 28),
+    (64, 1024, 14, 14),
+    (64, 2048, 7, 7),
+    (128, 64, 32, 32),
+]
+LISTED = (
+    "batch switchable batch_group group layer instance conditional sandwich auxiliary sandwich_auxiliary batch_renorm "
+    "mode adaptive_instance"
+).split()
+Step = Callable[[], None]
+
+
+def copy_rate() -> float:
+    """Bytes a second of a large device-to-device copy, read plus written."""
+    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / (gpu_ms(lambda: b.copy_(a), 20) * 1e-3)
+
+
+def gpu_ms(run: Step, repeat: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        run()
+    start.record()
+    for _ in range(repeat):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeat
+
+
+def captured(run: Step) -> Step:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def eager_ms(runs: dict[str, Step], rounds: int, repeat: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(repeat):
+                run()
+            torch.cuda.synchronize()
+            found[name].append((time.perf_counter() - start) / repeat * 1e3)
+    return found
+
+
+def step_of(layer: nn.Module, x: Tensor, dy: Tensor, arguments: tuple) -> Step:
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+
+    def run() -> None:
+        torch.autograd.grad(layer(x, *arguments), (x, *parameters), dy, allow_unused=True)
+
+    return run
+
+
+def to_device(arguments: tuple, like: Tensor) -> tuple:
+    return tuple(a.to("cuda") if isinstance(a, Tensor) and not a.is_floating_point() else a for a in arguments)
+
+
+def errors(layer: nn.Module, x: Tensor, dy: Tensor, arguments: tuple) -> tuple[float, float]:
+    """Largest error of y and of dx against float64, relative to the largest value."""
+    exact = deepcopy(layer).double()
+    wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments)
+    a, b = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    y, z = layer(a, *arguments), exact(b, *wide)
+    (g,), (h,) = torch.autograd.grad(y, a, dy), torch.autograd.grad(z, b, dy.double())
+    relative = lambda u, v: float((u.double() - v).abs().max() / v.abs().max())  # noqa: E731
+    return relative(y, z), relative(g, h)
+
+
+def measure(shape: tuple[int, ...], dtype: torch.dtype, last: bool, names: list[str], rate: float, quick: bool) -> list[dict]:
+    layout = torch.channels_last if last else torch.contiguous_format
+    x = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=layout).requires_grad_()
+    dy = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=layout)
+    base = nn.BatchNorm2d(shape[1]).cuda()
+    runs: dict[str, Step] = {"nn.BatchNorm2d": step_of(base, x, dy, ())}
+    layers: dict[str, tuple[nn.Module, tuple]] = {"nn.BatchNorm2d": (base, ())}
+    cases = {c.name: c for c in CASES}
+    for name in names:
+        case = cases[name]
+        layer = case.make(shape[1]).cuda()
+        arguments = to_device(case.arguments(x.detach()), x)
+        layers[name] = (layer, arguments)
+        runs[name] = step_of(layer, x, dy, arguments)
+    if not quick:
+        plain = Naive(cases["switchable"], cases["switchable"].make(shape[1]).cuda())
+        runs["switchable, written naively"] = step_of(plain, x, dy, ())
+        if "group" in names:
+            runs["nn.GroupNorm"] = step_of(nn.GroupNorm(32, shape[1]).cuda(), x, dy, ())
+            runs["nn.InstanceNorm2d"] = step_of(nn.InstanceNorm2d(shape[1], affine=True).cuda(), x, dy, ())
+    eager = eager_ms(runs, 5, 20)
+    base_eager = eager["nn.BatchNorm2d"]
+    passes = 8 * x.numel() * x.element_size() / rate * 1e3
+    rows = []
+    for name, run in runs.items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        peak = torch.cuda.max_memory_allocated() - before
+        graph = captured(run)
+        gpu = gpu_ms(graph, 20)
+        ratio = statistics.median(b / a for a, b in zip(base_eager, eager[name], strict=True))
+        row = {
+            "normalizer": name, "shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch."),
+            "layout": "channels_last" if last else "contiguous", "eager_ms": round(statistics.median(eager[name]), 4),
+            "graph_ms": round(gpu, 4), "eager_over_batchnorm2d": round(ratio, 3),
+            "limit_share": round(passes / gpu * (1.5 if name == "adaptive_instance" else 1), 3),
+            "gb_per_s": round(8 * x.numel() * x.element_size() / gpu / 1e6), "peak_mib": round(peak / 2**20, 1),
+        }  # fmt: skip
+        if name in layers:
+            layer, arguments = layers[name]
+            small = x.detach()[:8], dy[:8]
+            some = tuple(a[:8] if isinstance(a, Tensor) else a for a in arguments)
+            row["error_y"], row["error_dx"] = (f"{e:.1e}" for e in errors(layer, *small, some))
+            far = errors(layer, (small[0].float() + 1e4).to(dtype), small[1], some)
+            row["error_y_mean_1e4"] = f"{far[0]:.1e}" if dtype == torch.float32 else ""
+        else:
+            row["error_y"] = row["error_dx"] = row["error_y_mean_1e4"] = ""
+        rows.append(row)
+        print("{normalizer:28} {shape:16} {dtype:9} {layout:14} eager {eager_ms:7.3f} ({eager_over_batchnorm2d:5.2f}) "
+              "graph {graph_ms:7.3f} limit {limit_share:5.2f} err {error_y} {error_dx} {error_y_mean_1e4}".format(**row),
+              flush=True)  # fmt: skip
+    return rows
+
+
+def resnet_steps() -> list[dict]:
+    """A training step of ResNet-50, batch 64, 224 x 224, bfloat16 autocast, channels last."""
+    import torchvision
+
+    x = torch.randn(64, 3, 224, 224, device="cuda").contiguous(memory_format=torch.channels_last)
+    target = torch.randint(0, 1000, (64,), device="cuda")
+
+    def step(model: nn.Module) -> Step:
+        model = model.cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+
+        def run() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x), target)
+            loss.backward()
+            optimizer.step()
+
+        return run
+
+    plain = torchvision.models.resnet50
+    runs = {"nn.BatchNorm2d": step(plain())}
+    for name in ("batch", "switchable", "group"):
+        runs[name] = step(normlab.convert(plain(), name, keep=False))
+    times = eager_ms(runs, 7, 5)
+    rows = []
+    for name, found in times.items():
+        ratio = statistics.median(b / a for a, b in zip(times["nn.BatchNorm2d"], found, strict=True))
+        rows.append({"normalizer": name, "shape": "ResNet-50 step", "dtype": "bfloat16 autocast",
+                     "layout": "channels_last", "eager_ms": round(statistics.median(found), 2),
+                     "eager_over_batchnorm2d": round(ratio, 3)})  # fmt: skip
+        print("{normalizer:28} {shape} {eager_ms} ms ({eager_over_batchnorm2d})".format(**rows[-1]), flush=True)
+    return rows
+
+
+def machine(rate: float) -> dict[str, object]:
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+
+    return {
+        "device": torch.cuda.get_device_name(), "copy_tb_per_s": round(rate / 1e12, 2), "torch": torch.__version__,
+        "triton": triton.__version__, "python": platform.python_version(), "commit": git("rev-parse", "--short", "HEAD"),
+    }  # fmt: skip
+
+
+def write(rows: list[dict], out: Path, extra: dict[str, object]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=out.parent, delete=False, newline="") as f:
+        table = csv.DictWriter(f, [*rows[0], *extra], restval="")
+        table.writeheader()
+        table.writerows({**row, **extra} for row in rows)
+    os.replace(f.name, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
+    parser.add_argument("--only", default=",".join(LISTED), help="normalizers, separated by commas")
+    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--layouts", default="contiguous,channels_last")
+    parser.add_argument("--quick", action="store_true", help="without the formula and torch's other layers")
+    parser.add_argument("--model", action="store_true", help="also time ResNet-50 training steps")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/gpu.py needs a CUDA device; benchmarks/layers.py measures on the CPU")
+    torch.manual_seed(0)
+    rate = copy_rate()
+    print(f"copy rate {rate / 1e12:.2f} TB/s")
+    names = arguments.only.split(",")
+    rows = [
+        row
+        for i in arguments.shapes
+        for dtype in arguments.dtypes.split(",")
+        for layout in arguments.layouts.split(",")
+        for row in measure(SHAPES[i], getattr(torch, dtype), layout == "channels_last", names, rate, arguments.quick)
+    ]
+    if arguments.model:
+        rows += resnet_steps()
+    write(rows, arguments.out, machine(rate))
+    print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

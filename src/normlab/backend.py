@@ -1,0 +1,65 @@
+"""Which back end runs the passes, chosen here and nowhere else.
+
+Triton kernels on CUDA tensors when Triton is there, torch operators otherwise. ``NORMLAB_BACKEND=torch`` or ``triton`` and
+:func:`backend` force either. ``triton`` on the CPU needs Triton's interpreter (``TRITON_INTERPRET=1``), which is how
+tests reach the kernels without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ._text import nearest
+
+if TYPE_CHECKING:
+    from .engine import Rows
+
+__all__ = ["backend", "kernels_serve"]
+
+_NAMES = ("auto", "torch", "triton")
+_chosen: ContextVar[str | None] = ContextVar("normlab_backend", default=None)
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Within it, run on ``"torch"`` operators or ``"triton"`` kernels, or choose by device (``"auto"``)."""
+    token = _chosen.set(_known(name))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def _known(name: str) -> str:
+    if name not in _NAMES:
+        raise ValueError(f"there is no back end {name!r}; {nearest(name, _NAMES)}")
+    if name == "triton" and not _has_triton():
+        raise ValueError("the back end 'triton' needs the triton package, which is not installed; use 'torch'")
+    return name
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=1)
+def _from_environment() -> str:
+    return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
+
+
+def kernels_serve(x: Tensor, rows: Rows) -> bool:
+    """Whether the Triton kernels take ``x`` cut into ``rows``."""
+    name = _chosen.get() or _from_environment()
+    if name == "torch" or rows.cuts or x.dtype == torch.float64:
+        return False
+    return name == "triton" or (x.is_cuda and _has_triton())
