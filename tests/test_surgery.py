@@ -713,6 +713,13 @@ def test_undo_follows_mode_and_dtype(to):
     assert model[1].training
 
 
+@pytest.mark.parametrize("to", ["sandwich", "none", "weight"])
+def test_undo_follows_the_device(to):
+    model = convert(small(nn.BatchNorm2d(8)), to, **OPTIONS[to]).to("meta")
+    undo(model)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+
+
 def test_undo_keeps_a_dtype_that_was_its_own():
     model = small(nn.BatchNorm2d(8)).half()
     model[1].float()
@@ -798,3 +805,6 @@ def test_mistakes_are_told_in_sentences():
     with pytest.raises(ValueError, match="Linear has nothing to convert: it has no normalization layer"):
         convert(nn.Linear(2, 2), "group")
     assert type(model[1]) is nn.BatchNorm2d
+    convert(model, "none")
+    with pytest.raises(ValueError, match=r"it has no normalization layer; undo\(model\) puts back"):
+        convert(model, "group")

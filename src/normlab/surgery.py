@@ -516,9 +516,9 @@ def unparametrize(module: nn.Module) -> None:
 def _restore_weight(module: nn.Module, before: _Original) -> None:
     now: Any = module.weight
     unparametrize(module)
+    weight = before.value
     if now.device != before.device or now.dtype != before.dtype:
-        with torch.no_grad():
-            before.value.data = before.value.data.to(now.device, now.dtype)
+        weight = nn.Parameter(weight.detach().to(now.device, now.dtype), requires_grad=weight.requires_grad)
     others = {n: p for n, p in module._parameters.items() if n != "weight"}
     module._parameters.clear()  # the weight comes first again, so that the order of parameters is what it was
-    module._parameters.update({"weight": before.value, **others})
+    module._parameters.update({"weight": weight, **others})
