@@ -125,6 +125,11 @@ def pooled(x: Tensor, where: Addresses, weight: Tensor | None = None) -> Pooled:
 # --- running statistics -------------------------------------------------------------------------------------------
 
 
+def suffix_of(pair: int) -> str:
+    """The first pair of running statistics has torch's names, the others are numbered from two."""
+    return f"_{pair + 1}" if pair else ""
+
+
 def moved(p: Values, seen: Pooled, momentum: float | None, how: str, suffix: str = "") -> dict[str, Tensor]:
     """The running statistics after a batch.
 
@@ -242,14 +247,14 @@ def sparsemax_of(z: Tensor) -> Tensor:  # [K]
 def sparsestmax_of(z: Tensor, radius: float, centre: Tensor | None = None) -> Tensor:  # [K]
     """The recursion of Shao et al., "SSN: Learning Sparse Switchable Normalization via SparsestMax"."""
     q = sparsemax_of(z)
-    if (q.max() - q.min()).item() == 1:
+    if (q.max() - q.min()).item() > 1 - 1e-12:
         return q
     face = (q > 0).to(q.dtype)
     u = face / face.sum()
     if centre is not None:
         radius = max(radius**2 - (u - centre).square().sum().item(), 0.0) ** 0.5
     distance = (q - u).norm()
-    if distance.item() >= radius or distance.item() == 0:
+    if distance.item() >= radius or distance.item() < 1e-12:  # equal entries have no direction
         return q
     pushed = u + radius * (q - u) / distance
     return sparsestmax_of(pushed, radius, u) if pushed.min().item() < 0 else pushed.clamp(0, 1)
@@ -267,10 +272,10 @@ def mixture(
             w_mean, w_var = (beside(w.repeat_interleave(each, 1), x) for w in (w_mean, w_var))
         mean = var = torch.zeros_like(x)
         seen: tuple[Pooled, ...] = ()
-        batch_pools = [pool for pool in pools if pool.startswith("batch")]
+        over_batch = [pool for pool in pools if pool.startswith("batch")]
         for k, pool in enumerate(pools):
-            second = pool in batch_pools[1:]
-            m, v, tracked = statistics_of(p, x, pool, given, training, "_2" if second else "")
+            suffix = suffix_of(over_batch.index(pool)) if pool in over_batch else ""
+            m, v, tracked = statistics_of(p, x, pool, given, training, suffix)
             mean, var = mean + w_mean[k] * m, var + w_var[k] * v
             seen += tracked
         return Standard((x - mean) / (var + EPS).sqrt(), seen)
@@ -578,7 +583,7 @@ class Case:
         y, seen = self.formula.standardize(p, x, given, training)
         buffers: dict[str, Tensor] = {}
         for i, pair in enumerate(seen):
-            buffers |= moved(p, pair, self.momentum, self.formula.how, "_2" if i else "")
+            buffers |= moved(p, pair, self.momentum, self.formula.how, suffix_of(i))
         return Expected(affine(p, y, x, self.affine, given, self.options.get("key_size", 16)), buffers)
 
     def by_torch(self, p: Values, x: Tensor, training: bool, space: str = "2d") -> Expected:
@@ -769,6 +774,8 @@ CASES: tuple[Case, ...] = (
     Case("own-root-mean-square-over-the-batch", "Norm",
          (16, RootMeanSquare(normlab.Pool("channel", True)), "branch"), root_mean_square("batch"),
          {"branches": BRANCHES}, affine=("branch",), give=mixed),
+    Case("own-root-mean-square-uneven-runs", "Norm", (7, RootMeanSquare(normlab.Pool("run", True, 5, ghost=4))),
+         root_mean_square("batch_group(5)/ghost=4"), channels=7),
     Case("own-learned", "Norm", (16, Between()), between),
 )  # fmt: skip
 
