@@ -58,7 +58,9 @@ def _from_environment() -> str:
 
 
 def kernels_serve(x: Tensor, rows: Rows) -> bool:
-    """Whether the Triton kernels take ``x`` cut into ``rows``."""
+    """Whether the Triton kernels take ``x`` cut into ``rows``; compilers trace the plain expression instead."""
+    if torch.compiler.is_compiling():
+        return False
     name = _chosen.get() or _from_environment()
     if name == "torch" or rows.cuts or x.dtype == torch.float64:
         return False
