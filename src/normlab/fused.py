@@ -156,7 +156,7 @@ class _Work:
         )
         self._batch_at = room(*sizes[:3])
         if not self.live and call.running is not None:
-            self.batch_mean, self.batch_var = (t.float().contiguous() for t in call.running)
+            self.batch_mean, self.batch_var = (t.float().expand(-1, width).contiguous() for t in call.running)
             self.segment = torch.arange(n, device=x.device) if call.running[0].shape[0] > 1 else None
         mean_logits, var_logits = logits if logits else (self.coef, self.coef)
         self.sources = (

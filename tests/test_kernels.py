@@ -1,0 +1,149 @@
+"""The Triton kernels, on the CPU through Triton's interpreter: the same numbers as the torch operators for every row.
+
+With a GPU the same tests run there. The interpreter is slow, so shapes are small; sizes that need several programs, splits
+and blocks are a few rows of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import normlab
+from cases import CASES, Case, by_id, leaves
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Sums of a few hundred float32 values in another order.
+SAME: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def run(name: str, layer: nn.Module, x: Tensor, dy: Tensor, call: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+    """Output, gradients and buffers of one step on a back end."""
+    x = x.detach().requires_grad_()
+    given = {k: v.detach().requires_grad_() if t_is_leaf(v) else v for k, v in given.items()}
+    with normlab.backend(name):
+        y = call(layer, x, given)
+        parameters = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+        wanted = [x, *parameters.values(), *leaves(given)]
+        found = torch.autograd.grad(y, wanted, dy, allow_unused=True)
+    names = ["x", *parameters, *(f"given {i}" for i in range(len(leaves(given))))]
+    gradients = {f"d {n}": g for n, g in zip(names, found, strict=True) if g is not None}
+    return {"y": y.detach(), **gradients, **{n: b.clone() for n, b in layer.named_buffers()}}
+
+
+def t_is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def on_device(given: dict[str, Any]) -> dict[str, Any]:
+    def move(v: Any) -> Any:
+        if isinstance(v, Tensor):
+            return v.to(DEVICE)
+        return type(v)(*(move(t) for t in v)) if hasattr(v, "_fields") else v
+
+    return {k: move(v) for k, v in given.items()}
+
+
+def compare(case: Case, x: Tensor, dy: Tensor, training: bool, layer: nn.Module | None = None) -> None:
+    both = []
+    for name in ("torch", "triton"):
+        made = (case.build(dtype=torch.float32) if layer is None else layer).to(DEVICE).train(training)
+        torch.manual_seed(3)
+        given = on_device(case.give(x.cpu()))
+        both.append(run(name, made, x, dy, case.call, given))
+    assert both[0].keys() == both[1].keys()
+    for name, value in both[0].items():
+        assert_close(both[1][name], value, **SAME, msg=lambda m, name=name: f"{name}: {m}")
+    assert both[1]["y"].stride() == both[0]["y"].stride()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_kernels_agree_with_torch(case: Case, training: bool):
+    """Channels last in training, contiguous in evaluation; the sizes below take both."""
+    layout = torch.channels_last if training else torch.contiguous_format
+    x = case.input(dtype=torch.float32).to(DEVICE).contiguous(memory_format=layout)
+    compare(case, x, torch.randn_like(x), training)
+
+
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (33, 70)], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("kind", ["BatchNorm2d", "SwitchNorm2d", "GroupNorm2d"])
+def test_sizes_of_several_blocks(kind: str, layout: torch.memory_format, size: tuple[int, int]):
+    """More rows than a program takes, rows longer than a block, rows that are split, and single values."""
+    if size == (1, 1) and kind == "GroupNorm2d":
+        layer = normlab.GroupNorm2d(4, 40)
+    else:
+        layer = normlab.GroupNorm2d(5, 40) if kind == "GroupNorm2d" else getattr(normlab, kind)(40)
+    x = (torch.randn(3, 40, *size) + 3).to(DEVICE).contiguous(memory_format=layout)
+    dy = torch.randn_like(x)
+    both = []
+    for name in ("torch", "triton"):
+        layer.reset_parameters()
+        both.append(run(name, layer.to(DEVICE), x, dy, lambda m, x, given: m(x), {}))
+    for name, value in both[0].items():
+        scale = float(value.abs().max()) if value.is_floating_point() and value.numel() else 1.0
+        assert_close(both[1][name], value, rtol=1e-4, atol=1e-4 * max(scale, 1.0), msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["BatchNorm2d", "SwitchNorm2d"])
+def test_half_precision(kind: str, dtype: torch.dtype):
+    layer = getattr(normlab, kind)(16).to(DEVICE)
+    x = torch.randn(4, 16, 6, 6, device=DEVICE).to(dtype).requires_grad_()
+    with normlab.backend("triton"):
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+    fresh = getattr(normlab, kind)(16).to(DEVICE)
+    assert y.dtype == dtype and x.grad is not None and x.grad.dtype == dtype
+    # The statistics are float32: only the rounding of the output remains.
+    assert_close(y.float(), fresh(x.detach().float()), rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["transposed", "sliced", "expanded", "unaligned"])
+def test_inputs_that_are_not_dense(way: str):
+    if way == "transposed":
+        x = torch.randn(6, 4, 5, 16).transpose(1, 3)
+    elif way == "sliced":
+        x = torch.randn(6, 16, 9, 9)[:, :, 1:6, ::2]
+    elif way == "expanded":
+        x = torch.randn(1, 16, 5, 4).expand(6, -1, -1, -1)
+    else:
+        x = torch.randn(6 * 16 * 20 + 1)[1:].view(6, 16, 5, 4)
+    compare(by_id(next(c.id for c in CASES if c.name == "SwitchNorm")), x.to(DEVICE), torch.randn(x.shape, device=DEVICE), True)
+
+
+def test_double_backward_through_the_kernels():
+    layer = normlab.SwitchNorm2d(8).to(DEVICE)
+    x = torch.randn(3, 8, 3, 3, device=DEVICE, requires_grad=True)
+    found = []
+    for name in ("torch", "triton"):
+        with normlab.backend(name):
+            (g,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(g.square().sum(), x)[0])
+    assert_close(found[1], found[0], **SAME)
+
+
+def test_the_same_bits_each_time():
+    layer = normlab.SwitchNorm2d(24).to(DEVICE)
+    x = torch.randn(5, 24, 6, 7, device=DEVICE, requires_grad=True)
+    dy = torch.randn_like(x)
+    with normlab.backend("triton"), normlab.no_update(layer):
+        first, second = (torch.autograd.grad(layer(x), (x, *layer.parameters()), dy) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_back_ends_are_chosen_by_name():
+    with pytest.raises(ValueError, match="did you mean 'triton'"), normlab.backend("trion"):
+        pass
+    layer, x = normlab.BatchNorm2d(4), torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    with normlab.backend("triton"):  # float64 stays with torch's operators
+        assert layer.double()(x).dtype == torch.float64
