@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import reference
-from .backend import kernels_serve
 from ._cache import remembered
+from .backend import kernels_serve
 
 __all__ = ["Coefficients", "Moments", "Rows", "Rule", "StyleMoments", "normalize", "slice_moments"]
 

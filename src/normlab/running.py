@@ -40,7 +40,7 @@ class Policy:
 
 
 def in_backward() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing recomputes, and must not count twice."""
+    """Whether this forward runs inside a backward pass: activation checkpointing recomputes and must not count twice."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -104,7 +104,8 @@ def update_(
     """Move one pair of running statistics towards what a batch showed.
 
     Ghost batches count as the workers they stand for: the average of their means and of their variances (of their
-    second moments, for a total variance) moves the running statistics once. Branches without samples, and what ``ok`` refuses, change nothing.
+    second moments, for a total variance) moves the running statistics once. Branches without samples, and what ``ok``
+    refuses, change nothing.
     """
     seen_mean, seen_var, count = seen.mean, seen.var, seen.count
     if how == "unbiased":

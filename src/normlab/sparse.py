@@ -46,9 +46,11 @@ def sparsestmax(z: Tensor, radius: float | Tensor, dim: int = -1) -> Tensor:
         far = (distance >= radius) | ~apart
         pushed = here + radius * away / torch.where(apart, distance, 1)
         found = torch.where(far, on_simplex, pushed)
-        result = found if result is None else torch.where(decided, result, found)
         done = far | (pushed.amin(-1, keepdim=True) >= 0)
-        decided = done if decided is None else decided | done
+        if result is None or decided is None:
+            result, decided = found, done
+        else:
+            result, decided = torch.where(decided, result, found), decided | done
         point, centre = pushed, here
     assert result is not None
     return result.clamp(0, 1).movedim(-1, dim)
