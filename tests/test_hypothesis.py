@@ -16,7 +16,6 @@ from cases import (
     Case,
     addresses,
     assert_near,
-    leaves,
     mixture,
     pooled,
     single,
@@ -170,7 +169,3 @@ def test_sparsestmax_stays_on_the_simplex(z: Tensor, radius: float):
     assert_near({"p": p.detach()}, {"p": sparsestmax_of(z.detach(), radius)}, 1e-7)
     (g,) = torch.autograd.grad(p.square().sum(), z)
     assert g.isfinite().all()
-
-
-def test_leaves_of_a_call_without_tensors_are_none():
-    assert leaves({"label": 3, "branch": "aux"}) == []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import normlab
-from cases import BRANCHES, CASES, LEGAL, SPACES, Case, assert_near, by_id, values, where, widen
+from cases import CASES, LEGAL, SPACES, Case, assert_near, by_id, values, where, widen
 
 every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 in_every_space = pytest.mark.parametrize(
@@ -357,7 +357,3 @@ def test_empty_batch_passes_and_changes_nothing(case: Case):
     for (name, mine), theirs in zip(layer.named_parameters(), other.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), name
         assert mine.grad is None or not mine.grad.any(), name
-
-
-def test_branches_of_the_table_are_the_layers():
-    assert by_id("auxiliary-batch").build().branches == BRANCHES
