@@ -76,8 +76,7 @@ def naive_positional(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
 
 
 def naive_group(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
-    n, c, h, w = x.shape
-    return _affine(_standard(x.reshape(n, 32, -1), (2,)).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
+    return _affine(_standard(x.reshape(x.shape[0], 32, -1), (2,)).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
 
 
 def naive_batch_group(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
@@ -93,8 +92,7 @@ def naive_ghost(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
 
 def naive_switch(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
     # As the public implementation writes it: three means and variances, then the mixture.
-    n, c, h, w = x.shape
-    flat = x.reshape(n, c, -1)
+    flat = x.flatten(2)
     mean_in = flat.mean(-1, keepdim=True)
     var_in = flat.var(-1, keepdim=True)
     second = var_in + mean_in**2

@@ -1,7 +1,7 @@
 """The Triton kernels, on the CPU through Triton's interpreter: the same numbers as the torch operators for every row.
 
-With a GPU the same tests run there. The interpreter is slow, so shapes are small; sizes that need several programs, splits
-and blocks are a few rows of their own.
+With a GPU the same tests run there. The interpreter is slow, so shapes are small; sizes that need several programs,
+splits and blocks are a few rows of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import normlab
-from cases import CASES, Case, by_id, leaves
+from cases import CASES, Case, leaves
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -23,7 +23,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
 
 
-def run(name: str, layer: nn.Module, x: Tensor, dy: Tensor, call: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+def run(
+    name: str, layer: nn.Module, x: Tensor, dy: Tensor, call: Any, given: dict[str, Any]
+) -> dict[str, Tensor]:
     """Output, gradients and buffers of one step on a back end."""
     x = x.detach().requires_grad_()
     given = {k: v.detach().requires_grad_() if t_is_leaf(v) else v for k, v in given.items()}
@@ -72,8 +74,6 @@ def test_kernels_agree_with_torch(case: Case, training: bool):
     compare(case, x, torch.randn_like(x), training)
 
 
-
-
 @pytest.mark.parametrize("size", [(1, 1), (7, 7), (33, 70)], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
 @pytest.mark.parametrize("kind", ["BatchNorm2d", "SwitchNorm2d", "GroupNorm2d"])
@@ -91,7 +91,8 @@ def test_sizes_of_several_blocks(kind: str, layout: torch.memory_format, size: t
         both.append(run(name, layer.to(DEVICE), x, dy, lambda m, x, given: m(x), {}))
     for name, value in both[0].items():
         scale = float(value.abs().max()) if value.is_floating_point() and value.numel() else 1.0
-        assert_close(both[1][name], value, rtol=1e-4, atol=1e-4 * max(scale, 1.0), msg=lambda m, name=name: f"{name}: {m}")
+        near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4 * max(scale, 1.0)}
+        assert_close(both[1][name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -118,7 +119,8 @@ def test_inputs_that_are_not_dense(way: str):
         x = torch.randn(1, 16, 5, 4).expand(6, -1, -1, -1)
     else:
         x = torch.randn(6 * 16 * 20 + 1)[1:].view(6, 16, 5, 4)
-    compare(by_id(next(c.id for c in CASES if c.name == "SwitchNorm")), x.to(DEVICE), torch.randn(x.shape, device=DEVICE), True)
+    case = next(c for c in CASES if c.name == "SwitchNorm")
+    compare(case, x.to(DEVICE), torch.randn(x.shape, device=DEVICE), True)
 
 
 def test_double_backward_through_the_kernels():

@@ -154,6 +154,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "TARGETS",
     "AdaptiveInstanceNorm",
     "AdaptiveInstanceNorm1d",
     "AdaptiveInstanceNorm2d",
@@ -250,7 +251,6 @@ __all__ = [
     "SwitchNorm1d",
     "SwitchNorm2d",
     "SwitchNorm3d",
-    "TARGETS",
     "backend",
     "calibrate",
     "convert",

@@ -27,7 +27,11 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
     own = layer.state_dict()
     for name in given & own.keys():  # shapes such as [1, C, 1, 1] of other implementations
         value = state[prefix + name]
-        if isinstance(value, Tensor) and value.shape != own[name].shape and value.numel() == own[name].numel():
+        if (
+            isinstance(value, Tensor)
+            and value.shape != own[name].shape
+            and value.numel() == own[name].numel()
+        ):
             state[prefix + name] = value.reshape(own[name].shape)
     if not given or not given <= _PLAIN:
         return

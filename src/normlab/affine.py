@@ -45,7 +45,9 @@ def parse_affine(affine: bool | str | Sequence[str], classes: bool, branches: bo
         return ("shared",) if affine else ()
     if affine == "sandwich":
         if not classes and not branches:
-            raise ValueError("affine='sandwich' needs num_classes=... or branches=(...): what the inner maps are for")
+            raise ValueError(
+                "affine='sandwich' needs num_classes=... or branches=(...): what the inner maps are for"
+            )
         affine = "sandwich_class" if classes else "sandwich_branch"
     if isinstance(affine, str):
         if affine not in _NAMED:
@@ -65,7 +67,9 @@ def parse_affine(affine: bool | str | Sequence[str], classes: bool, branches: bo
     if "class" in terms and not classes:
         raise ValueError("an affine map for each class needs num_classes=...: how many classes there are")
     if "branch" in terms and not branches:
-        raise ValueError('an affine map for each branch needs branches=(...), such as branches=("main", "aux")')
+        raise ValueError(
+            'an affine map for each branch needs branches=(...), such as branches=("main", "aux")'
+        )
     return terms
 
 

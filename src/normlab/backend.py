@@ -1,8 +1,8 @@
 """Which back end runs the passes, chosen here and nowhere else.
 
-Triton kernels on CUDA tensors when Triton is there, torch operators otherwise. ``NORMLAB_BACKEND=torch`` or ``triton`` and
-:func:`backend` force either. ``triton`` on the CPU needs Triton's interpreter (``TRITON_INTERPRET=1``), which is how
-tests reach the kernels without a GPU.
+Triton kernels on CUDA tensors when Triton is there, torch operators otherwise. ``NORMLAB_BACKEND=torch`` or ``triton``
+and :func:`backend` force either. ``triton`` on the CPU needs Triton's interpreter (``TRITON_INTERPRET=1``), which is
+how tests reach the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def _known(name: str) -> str:
     if name not in _NAMES:
         raise ValueError(f"there is no back end {name!r}; {nearest(name, _NAMES)}")
     if name == "triton" and not _has_triton():
-        raise ValueError("the back end 'triton' needs the triton package, which is not installed; use 'torch'")
+        raise ValueError(
+            "the back end 'triton' needs the triton package, which is not installed; use 'torch'"
+        )
     return name
 
 

@@ -55,7 +55,9 @@ class Observer:
             count = torch.as_tensor(pooled.count, device=mean.device).detach().to(dtype).expand_as(mean)
             of = s.branch
             of = torch.full((mean.shape[0],), of, device=mean.device) if isinstance(of, int) else of
-            for i in range(mean.shape[0]):  # a segment at a time: their means differ, and that counts as variance
+            for i in range(
+                mean.shape[0]
+            ):  # a segment at a time: their means differ, and that counts as variance
                 row = of[i : i + 1]
                 part = tuple(_place(t[i : i + 1], row, branches) for t in (mean, var, count))
                 self.totals[names[0]] = merge(self.totals.get(names[0]), part)  # type: ignore[arg-type]
@@ -161,7 +163,9 @@ def _default_forward(model: nn.Module, batch: Any) -> Any:
 
 
 def _write(layer: Norm, observer: Observer, group: ProcessGroup | None) -> None:
-    group = None if layer.process_group is not None else group  # synchronized layers saw all ranks' data already
+    group = (
+        None if layer.process_group is not None else group
+    )  # synchronized layers saw all ranks' data already
     counter = layer.get_buffer("num_batches_tracked")
     batches = observer.batches
     batches = torch.zeros_like(counter) if batches is None else batches.reshape(counter.shape)

@@ -10,9 +10,9 @@ A slice is a *row*. Usually rows are the channels of each sample; batch group no
 
 Numerical decisions, all of them:
 
-* ``y`` has the dtype of ``x``. The passes over ``x`` accumulate in float32 or wider. Where a row's mean exceeds 64 times
-  its standard deviation, its moments are taken again about the first mean and what happens on ``[N, R]`` is float64,
-  so that a mean of 1e4 beside a standard deviation of 1 keeps its digits.
+* ``y`` has the dtype of ``x``. The passes over ``x`` accumulate in float32 or wider. Where a row's mean exceeds 64
+  times its standard deviation, its moments are taken again about the first mean and what happens on ``[N, R]`` is
+  float64, so that a mean of 1e4 beside a standard deviation of 1 keeps its digits.
 * A pooled variance is the mean of the variances plus the variance of the means, never ``E[x^2] - E[x]^2``.
 * The biased variance normalizes; running statistics track the unbiased one, as in ``torch.nn``.
 * Under ``torch.compile``, ``torch.export``, ``torch.func`` and forward-mode differentiation the plain expression is
@@ -21,10 +21,10 @@ Numerical decisions, all of them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class Coefficients(NamedTuple):
     scale: Tensor
     shift: Tensor | None = None
 
+    def detached(self) -> Coefficients:
+        shift = None if self.shift is None else self.shift.detach()
+        return Coefficients(self.center.detach(), self.scale.detach(), shift)
+
 
 class StyleMoments(NamedTuple):
     """What a style layer takes from its style features."""
@@ -61,7 +65,7 @@ class StyleMoments(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Running statistics of the one pool over the batch, ``[R]`` each, their counter, and the share of the new batch."""
+    """Running statistics of the one pool over the batch, ``[R]``, their counter, and the share of the new batch."""
 
     mean: Tensor
     var: Tensor
@@ -72,10 +76,8 @@ class Update(NamedTuple):
 MOVED = object()
 
 
-class Rule(Protocol):
-    """From moments and a few tensors to coefficients; the second value is whatever the caller wants back."""
-
-    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
+# From moments and a few tensors to coefficients; the second value is whatever the caller wants back.
+Rule: TypeAlias = Callable[..., tuple[Coefficients, Any]]
 
 
 class ClosedRule(Protocol):
@@ -146,7 +148,9 @@ def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
     """
     whole = channels * spatial
     step = gcd(spatial, *(whole // g for g in groups))
-    if all(whole % g == 0 for g in groups) and (step >= 8 or step in (spatial, *(whole // g for g in groups))):
+    if all(whole % g == 0 for g in groups) and (
+        step >= 8 or step in (spatial, *(whole // g for g in groups))
+    ):
         return Rows(channels, spatial // step)
     ends = {end for g in groups for end in run_ends(whole, g)}
     return Rows(channels, 1, tuple(sorted(ends.union(spatial * (c + 1) for c in range(channels)))))
@@ -250,7 +254,7 @@ def _must_trace(x: Tensor) -> bool:
 def _plain(
     x: Tensor, rule: Rule, rows: Rows, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Any]:
-    """The whole normalizer as one differentiable expression: what compilers trace and double backward differentiates."""
+    """The normalizer as one differentiable expression: what compilers trace and double backward differentiates."""
     spatial = prod(x.shape[2:])
     moments = Moments(*reference.plain_moments(x, rows), rows.size(spatial, x.device))
     standard, seen = rule(moments, *(t.to(moments.mean.dtype) for t in tensors))
@@ -311,7 +315,7 @@ class _Normalize(torch.autograd.Function):
                 given = (t.to(stats.dtype) for t in leaves[2:])
                 standard, seen = rule(Moments(leaves[0], leaves[1], size), *given)
         box.append(seen)
-        detached = standard if closed else Coefficients(*(None if c is None else c.detach() for c in standard))  # type: ignore[arg-type]
+        detached = standard.detached()
         # Statistics of x itself say by their dtype whether its means dwarf its deviations; running ones do not.
         far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
         y = passes.apply(x, rows, _compose(detached, rows, spatial, weight, bias), far=far)
@@ -330,10 +334,7 @@ class _Normalize(torch.autograd.Function):
             return (dx, None, None, None, *rest)
         rows, spatial = ctx.rows, prod(x.shape[2:])
         passes = _passes(x, rows)
-        center, scale, shift = ctx.standard
-        if not ctx.closed:
-            center, scale = center.detach(), scale.detach()
-            shift = None if shift is None else shift.detach()
+        center, scale, shift = ctx.standard.detached()
         sum_dy, sum_dot = passes.sums(dy, x, rows, center)
         d_weight = d_bias = None
         d_scale, d_shift = sum_dot, sum_dy
@@ -386,7 +387,9 @@ def _differentiate_rule(
     each = iter(found)
     d_mean, d_var, *d_tensors = (next(each) if leaf.requires_grad else None for leaf in ctx.leaves)
     offset = None if d_mean is None else d_mean / ctx.size
-    slope = None if d_var is None else d_var * 2 / ctx.size  # not 2 / size, which is float32 for a tensor of sizes
+    slope = (
+        None if d_var is None else d_var * 2 / ctx.size
+    )  # not 2 / size, which is float32 for a tensor of sizes
     return offset, slope, tuple(d_tensors)
 
 
@@ -431,5 +434,3 @@ class _SliceMoments(torch.autograd.Function):
         size = prod(x.shape[2:])
         offset, slope = d_mean / size, d_var * (2 / size)
         return _passes(x, rows).input_gradient(None, x, rows, None, offset, slope, mean), None
-
-

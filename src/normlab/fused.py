@@ -1,7 +1,7 @@
 """The closed family by Triton kernels: four launches a direction, whatever is mixed.
 
-Moments, statistics of the pools, coefficients of the rows, ``y``; and row sums, sums over the pools, coefficients, ``dx``.
-Running statistics move in the second launch and are counted in the third.
+Moments, statistics of the pools, coefficients of the rows, ``y``; and row sums, sums over the pools, coefficients,
+``dx``. Running statistics move in the second launch and are counted in the third.
 """
 
 from __future__ import annotations
@@ -14,7 +14,20 @@ from torch import Tensor
 
 from . import kernels
 from .engine import Update, differentiate_plain
-from .launch import Buffer, Shape, dense, launch, like, room, run_apply, run_gradient, run_moments, run_sums, shape_of
+from .launch import (
+    Buffer,
+    Shape,
+    ceil,
+    dense,
+    launch,
+    like,
+    room,
+    run_apply,
+    run_gradient,
+    run_moments,
+    run_sums,
+    shape_of,
+)
 from .pools import Pooled
 
 if TYPE_CHECKING:
@@ -42,7 +55,7 @@ class Call(NamedTuple):
 
 
 def closed_call(sources: Sources, renorm: Renorm | None = None) -> Call | None:
-    """The rule over ``sources`` as a call, or None: two pools of a kind and synchronized pools are not in the family."""
+    """The rule over ``sources`` as a call, or None: two pools of a kind and synchronized ones are not in the family."""
     sample = batch = running = None
     live = own = False
     order = [0, 0, 0]
@@ -60,7 +73,17 @@ def closed_call(sources: Sources, renorm: Renorm | None = None) -> Call | None:
             return None
     if renorm is not None and (batch is None or batch.segments.index is not None or sources.batches is None):
         return None
-    return Call(sample, batch, live, running, own, (order[0], order[1], order[2]), sources.eps, renorm, sources.batches)
+    return Call(
+        sample,
+        batch,
+        live,
+        running,
+        own,
+        (order[0], order[1], order[2]),
+        sources.eps,
+        renorm,
+        sources.batches,
+    )
 
 
 def normalize(
@@ -97,7 +120,9 @@ class _Normalize(torch.autograd.Function):
         *logits: Tensor,
     ) -> Tensor:
         given, last = dense(x)
-        shape = shape_of(given, rows, last, weight, bias, *logits, *(update[:2] if update is not None else ()))
+        shape = shape_of(
+            given, rows, last, weight, bias, *logits, *(update[:2] if update is not None else ())
+        )
         work = _Work(call, shape, given, weight, bias, logits)
         if work.reads:
             run_moments(given, shape, work.stats)
@@ -174,10 +199,18 @@ class _Work:
         self.sample_programs = self.sample_cells if sample is not None else 0
         self.batch_programs = 0
         if self.live:
-            blocks = -(-width // _COLUMNS)
+            blocks = ceil(width, _COLUMNS)
             self.batch_programs = self.batch_cells if self.wide else self.segments * blocks
         dtypes = None if weight is None else weight.dtype, None if not logits else logits[0].dtype
-        self.key = (shape, self.flags, self.sample_groups, self.batch_groups, self.segments, self.live, *dtypes)
+        self.key = (
+            shape,
+            self.flags,
+            self.sample_groups,
+            self.batch_groups,
+            self.segments,
+            self.live,
+            *dtypes,
+        )
 
     def pool(self, update: Update | None) -> None:
         """Statistics of the pools; running statistics move."""
@@ -208,7 +241,7 @@ class _Work:
         """Center, scale and shift of every row; the batch is counted."""
         shape, count = self.shape, update is not None
         launch(
-            ("coefficients", self.key, count), kernels.coefficients, (-(-shape.rows // 256), 1, 1),
+            ("coefficients", self.key, count), kernels.coefficients, (ceil(shape.rows, 256), 1, 1),
             self.coef, *self.sources, self.coef if update is None else update.batches,
             shape.c, shape.width, shape.rows, shape.parts, self.sample_cells, self.sample_groups, self.batch_groups,
             *self.flags, count, 256,
@@ -219,7 +252,7 @@ class _Work:
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
         """``dx``, and the gradients of weight, bias and logits."""
         shape, rows = self.shape, self.shape.rows
-        affine_programs = -(-shape.c // _COLUMNS) if self.affine or logits else 0
+        affine_programs = ceil(shape.c, _COLUMNS) if self.affine or logits else 0
         sizes = (
             2 * rows,
             4 * rows,
@@ -247,7 +280,7 @@ class _Work:
             members = _counts(shape.n, x.device) if self.segment is None else self._members()
         d_logits = tuple(torch.empty_like(t) for t in logits)
         launch(
-            ("coefficients backward", self.key), kernels.coefficients_backward, (-(-rows // 256), 1, 1),
+            ("coefficients backward", self.key), kernels.coefficients_backward, (ceil(rows, 256), 1, 1),
             coef, sums, *self.sources, sample, batch, members, parted, *(d_logits or (coef, coef)), affine_programs,
             shape.c, shape.width, rows, shape.s, shape.parts, *cells, *self.flags, self.live, 256,
         )  # fmt: skip
@@ -261,11 +294,14 @@ class _Work:
     def seen(self) -> list[Pooled | None]:
         """What the rule saw of each pool, in their order, for running statistics."""
         call, shape = self.call, self.shape
-        found: list[Pooled | None] = [None] * (call.own + (call.sample is not None) + (call.batch is not None))
+        found: list[Pooled | None] = [None] * (
+            call.own + (call.sample is not None) + (call.batch is not None)
+        )
         if self.live:
             second = self._batch_at + room(self.batch_cells)
             mean, var = (
-                self.buffer.view(at, self.batch_cells).reshape(self.segments, -1) for at in (self._batch_at, second)
+                self.buffer.view(at, self.batch_cells).reshape(self.segments, -1)
+                for at in (self._batch_at, second)
             )
             a_cell = shape.s * (shape.width // self.batch_groups)
             if self.segment is None:

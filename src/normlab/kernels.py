@@ -1,13 +1,17 @@
 """The passes over ``x``, and the closed family's work on ``[N, R]`` between them, in Triton.
 
 The passes serve every rule: moments of the rows; ``(x - center) * scale + shift``; row sums of ``dy`` and of
-``dy * (x - center)``; ``dx``. The closed family is an instance pool, one pool within samples and one over the batch, alone
-or mixed, with a shared affine map or one a sample: two more small kernels a direction, one for what is summed over pools
-and one that puts each row's coefficients together. Nothing uses atomics: results are the same bit for bit, run to run.
+``dy * (x - center)``; ``dx``. The closed family is an instance pool, one pool within samples and one over the batch,
+alone or mixed, with a shared affine map or one a sample: two more small kernels a direction, one for what is summed
+over pools and one that puts each row's coefficients together. Nothing uses atomics: results are the same bit for bit.
 
-``x`` is contiguous, rows ``[N, R, s]``, or channels last, ``[N, parts, s, C]`` with row ``r = c * parts + part``. Every pass
-comes in both forms, which differ only in how they walk over a row. Capitals are constexpr.
+``x`` is contiguous, rows ``[N, R, s]``, or channels last, ``[N, parts, s, C]`` with row ``r = c * parts + part``. Every
+pass comes in both forms, which differ only in how they walk over a row. Capitals are constexpr.
 """
+
+# Triton's annotations describe its compiler, not Python: names bound under constexpr branches, static_range, constants.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -542,7 +546,7 @@ def pool_backward(
             each_w = tl.zeros((BN, BC), tl.float32)
             each_b = tl.zeros((BN, BC), tl.float32)
             w, _ = _row_affine(nn[:, None], cc[None, :], ok, weight, bias, renorm, C, R, AFFINE, RENORM)
-            for p in range(0, parts):
+            for p in range(parts):
                 r = cc * parts + p
                 at = nn[:, None] * R + r[None, :]
                 s0 = tl.load(sums + at, mask=ok, other=0.0)
@@ -680,8 +684,10 @@ def coefficients_backward(
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
     AFFINE: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """What makes ``dx = scale * dy + slope * (x - mean) + offset`` of every row, ``[4, N, R]``; one program finishes the
-    gradients of the mixture weights."""
+    """What makes ``dx = scale * dy + slope * (x - mean) + offset`` of every row, ``[4, N, R]``.
+
+    One program finishes the gradients of the mixture weights.
+    """
     q = tl.program_id(0) * B + tl.arange(0, B)
     ok = q < rows
     safe = tl.minimum(q, rows - 1)

@@ -1,7 +1,7 @@
 """The passes of :mod:`normlab.reference` by Triton kernels, and how kernels are launched.
 
-Same names and arguments as the torch passes. A kernel is compiled once for each shape, dtype and layout; later calls hand
-the compiled kernel its arguments directly, which spares most of the time that Triton's own launch path takes.
+Same names and arguments as the torch passes. A kernel is compiled once for each shape, dtype and layout; later calls
+hand the compiled kernel its arguments directly, which spares most of the time that Triton's own launch path takes.
 """
 
 from __future__ import annotations
@@ -125,12 +125,17 @@ def _power(n: int) -> int:
     return 1 << max(0, (n - 1).bit_length())
 
 
+def ceil(a: int, b: int) -> int:
+    """How many blocks of ``b`` hold ``a``."""
+    return -(-a // b)
+
+
 @lru_cache(maxsize=1024)
 def _tile_rows(shape: Shape, limit: int) -> tuple[int, int, int]:
     """Rows and positions a program, and programs along the rows: a tile of about ``limit`` elements."""
     positions = min(_power(shape.s), limit)
     rows = min(max(1, limit // positions), _power(shape.rows))
-    return rows, positions, -(-shape.rows // rows)
+    return rows, positions, ceil(shape.rows, rows)
 
 
 @lru_cache(maxsize=1024)
@@ -141,10 +146,10 @@ def _tile_last(shape: Shape, programs: int) -> tuple[int, int, tuple[int, int, i
     """
     channels = min(_power(shape.c), 64)
     positions = min(_power(shape.s), 4096 // channels)
-    images, blocks = shape.n * shape.parts, -(-shape.c // channels)
-    splits = max(1, min(-(-programs // (images * blocks)), -(-shape.s // (positions * 2))))
-    per = -(-(-(-shape.s // splits)) // positions) * positions
-    return positions, channels, (images, blocks, -(-shape.s // per)), per
+    images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
+    splits = max(1, min(ceil(programs, images * blocks), ceil(shape.s, positions * 2)))
+    per = ceil(ceil(shape.s, splits), positions) * positions
+    return positions, channels, (images, blocks, ceil(shape.s, per)), per
 
 
 def _floats(x: Tensor, number: int) -> Tensor:
@@ -156,14 +161,15 @@ def run_moments(x: Tensor, shape: Shape, stats: Any) -> None:
     rows = shape.rows
     if not shape.last:
         bq, bs, programs = _tile_rows(shape, 2048)
-        launch(("moments", shape), kernels.moments_rows, (programs, 1, 1), x, stats, rows, shape.s, bq, bs, bs >= shape.s)
+        grid = (programs, 1, 1)
+        launch(("moments", shape), kernels.moments_rows, grid, x, stats, rows, shape.s, bq, bs, bs >= shape.s)
         return
     bs, bc, grid, per = _tile_last(shape, 528)
     out = stats if grid[2] == 1 else _floats(x, grid[2] * 2 * rows)
     sizes = (shape.s, shape.c, shape.width, shape.parts, rows, per)
     launch(("moments", shape), kernels.moments_last, grid, x, out, *sizes, bs, bc)
     if grid[2] > 1:
-        blocks = (-(-rows // 256), 1, 1)
+        blocks = (ceil(rows, 256), 1, 1)
         launch(("join", shape), kernels.join_moments, blocks, out, stats, rows, shape.s, per, grid[2], 256)
 
 
@@ -172,7 +178,7 @@ def run_apply(x: Tensor, shape: Shape, coef: Any) -> Tensor:
     y = torch.empty_like(x)
     if not shape.last:
         bq, bs, programs = _tile_rows(shape, 4096)
-        grid = (programs, -(-shape.s // bs), 1)
+        grid = (programs, ceil(shape.s, bs), 1)
         launch(("apply", shape), kernels.apply_rows, grid, x, y, coef, shape.rows, shape.s, bq, bs)
     else:
         bs, bc, grid, per = _tile_last(shape, 1056)
@@ -186,14 +192,35 @@ def run_sums(dy: Tensor, x: Tensor, shape: Shape, coef: Any, out: Any) -> None:
     rows = shape.rows
     if not shape.last:
         bq, bs, programs = _tile_rows(shape, 2048)
-        launch(("sums", shape, dy.dtype), kernels.sums_rows, (programs, 1, 1), dy, x, out, coef, rows, shape.s, bq, bs)
+        launch(
+            ("sums", shape, dy.dtype),
+            kernels.sums_rows,
+            (programs, 1, 1),
+            dy,
+            x,
+            out,
+            coef,
+            rows,
+            shape.s,
+            bq,
+            bs,
+        )
         return
     bs, bc, grid, per = _tile_last(shape, 528)
     parted = out if grid[2] == 1 else _floats(x, grid[2] * 2 * rows)
     sizes = (shape.s, shape.c, shape.width, shape.parts, rows, per)
     launch(("sums", shape, dy.dtype), kernels.sums_last, grid, dy, x, parted, coef, *sizes, bs, bc)
     if grid[2] > 1:
-        launch(("join sums", shape), kernels.join_sums, (-(-2 * rows // 256), 1, 1), parted, out, rows, grid[2], 256)
+        launch(
+            ("join sums", shape),
+            kernels.join_sums,
+            (ceil(2 * rows, 256), 1, 1),
+            parted,
+            out,
+            rows,
+            grid[2],
+            256,
+        )
 
 
 def run_gradient(dy: Tensor, x: Tensor, shape: Shape, coef: Any) -> Tensor:
@@ -202,7 +229,7 @@ def run_gradient(dy: Tensor, x: Tensor, shape: Shape, coef: Any) -> Tensor:
     key = ("gradient", shape, dy.dtype)
     if not shape.last:
         bq, bs, programs = _tile_rows(shape, 4096)
-        grid = (programs, -(-shape.s // bs), 1)
+        grid = (programs, ceil(shape.s, bs), 1)
         launch(key, kernels.gradient_rows, grid, dy, x, dx, coef, shape.rows, shape.s, bq, bs)
     else:
         bs, bc, grid, per = _tile_last(shape, 1056)

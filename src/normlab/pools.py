@@ -21,7 +21,18 @@ from .engine import Moments, Rows, rows_of_runs, run_ends
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Plan", "Pool", "Pooled", "Segments", "batch", "batch_group", "group", "instance", "layer", "parse_pool"]
+__all__ = [
+    "Plan",
+    "Pool",
+    "Pooled",
+    "Segments",
+    "batch",
+    "batch_group",
+    "group",
+    "instance",
+    "layer",
+    "parse_pool",
+]
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ class Segments(NamedTuple):
     """Which samples of the batch are pooled together: one segment, or one for each branch and ghost batch."""
 
     number: int = 1
-    index: Tensor | None = None  # [N], the segment of each sample; None: all in one
+    index: Tensor | None = None  # pyright: ignore[reportIncompatibleMethodOverride]  # [N], the segment of each sample; None: all in one
     branch: int | Tensor = 0  # the branch of every segment: one for all, or [number]
 
 
@@ -141,7 +152,7 @@ class Pooled(NamedTuple):
 
     mean: Tensor
     var: Tensor
-    count: float | Tensor  # elements in each statistic: one number, [B, 1] or [B, G]
+    count: float | Tensor  # pyright: ignore[reportIncompatibleMethodOverride]  # elements in each statistic: one number, [B, 1] or [B, G]
     stacked: Tensor | None = None  # mean and var as one tensor, where they were computed so
 
 
@@ -241,7 +252,8 @@ class Plan:
             return Pooled(moments.mean, moments.var, moments.size)
         count = self.elements(moments)
         if isinstance(moments.size, Tensor):
-            share = self.expand(1 / _at_least_one(count)) * moments.size
+            assert isinstance(count, Tensor)
+            share = self.expand(1 / count.clamp_min(1)) * moments.size
         else:
             share = moments.size / _at_least_one(count)
             share = self.expand(share) if isinstance(share, Tensor) else share
@@ -261,7 +273,6 @@ class Plan:
         total = total / _at_least_one(pooled.count)
         offset, half = self.expand(total[0]), self.expand(total[1])
         return torch.addcmul(offset, mean - self.expand(pooled.mean), half, value=2), half
-
 
     def _axes(self, t: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """``[2, N, R]`` as ``[2, N, G, rows a group]``, and the axes this pool averages."""

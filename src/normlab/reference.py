@@ -229,7 +229,7 @@ def _column_sums(view: Tensor) -> Tensor:  # [n, parts, s, C] to [n, parts, C]
 
 
 def apply(x: Tensor, rows: Rows, coefficients: Coefficients, *, far: bool) -> Tensor:
-    """``(x - center) * scale + shift`` in the dtype and layout of ``x``; ``far`` where the center may dwarf the rest."""
+    """``(x - center) * scale + shift`` in dtype and layout of ``x``; ``far`` where the center may dwarf the rest."""
     if not x.numel():
         return torch.empty_like(x)
     center, scale, shift = coefficients
@@ -253,7 +253,9 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
     return y.to(x.dtype)
 
 
-def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def _linear(
+    x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """``slope * x + offset``, and ``plus[0] * plus[1]`` with ``plus[1]`` like ``x``; coefficients for every row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     slope, offset = slope.to(wide), offset.to(wide)
@@ -344,7 +346,9 @@ def _sums_one_by_one(
     at = _to_last(near, rows).expand(n, parts, 1, c).reshape(n * parts, c).contiguous().unbind(0)
     one = view.new_ones(c)
     found = [
-        torch.ops.aten.native_batch_norm_backward(g, v, None, None, None, m, one, True, 0.0, [False, True, True])[1:]
+        torch.ops.aten.native_batch_norm_backward(
+            g, v, None, None, None, m, one, True, 0.0, [False, True, True]
+        )[1:]
         for g, v, m in zip(_images(view_dy), _images(view), at, strict=True)
     ]
     dot, total = (_of_last(t.reshape(n, parts, c), rows) for t in _joined(found))

@@ -154,7 +154,9 @@ def branch_index(branch: Any, branches: Sequence[str], samples: int | None) -> i
             f"the branches are {words(branches)}"
         )
     if branch.is_floating_point() or branch.dtype == torch.bool:
-        raise TypeError(f"branch indices must be integers; got a tensor of {branch.dtype}; pass branch.long()")
+        raise TypeError(
+            f"branch indices must be integers; got a tensor of {branch.dtype}; pass branch.long()"
+        )
     branch = _one_a_sample(branch, samples, "branch")
     _check_range(branch, len(branches), lambda low, high: f"branch indices run from {low} to {high}, but there are "
                  f"{len(branches)} branches: {words(branches)}")  # fmt: skip
@@ -168,7 +170,9 @@ def _one_a_sample(index: Tensor, samples: int | None, what: str) -> Tensor:
     if index.dim() != 1 or (samples is not None and index.shape[0] != samples):
         hint = f"; of one-hot rows pass {what}.argmax(1)" if index.dim() == 2 else ""
         want = "[N]" if samples is None else f"[{samples}]"
-        raise ValueError(f"the {what} has shape {list(index.shape)}; expected {want}, one for each sample{hint}")
+        raise ValueError(
+            f"the {what} has shape {list(index.shape)}; expected {want}, one for each sample{hint}"
+        )
     return index
 
 

@@ -32,7 +32,9 @@ class Sources(NamedTuple):
     """What a call offers to a rule."""
 
     plans: tuple[Plan, ...]  # one a pool: statistics of this batch
-    running: tuple[tuple[Tensor, Tensor] | None, ...]  # one a pool: running (mean, var), [1 or N, R], where needed
+    running: tuple[
+        tuple[Tensor, Tensor] | None, ...
+    ]  # one a pool: running (mean, var), [1 or N, R], where needed
     live: tuple[bool, ...]  # whether each pool takes the batch's statistics or the running ones
     batches: Tensor | None  # how many batches were tracked: [] or [N, 1]
     eps: float
@@ -87,7 +89,9 @@ class _Combined:
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
         seen: list[Pooled | None] = []
         found: list[tuple[Tensor, Tensor]] = []
-        for plan, running, live in zip(self.sources.plans, self.sources.running, self.sources.live, strict=True):
+        for plan, running, live in zip(
+            self.sources.plans, self.sources.running, self.sources.live, strict=True
+        ):
             if live:
                 pooled = plan.statistics(moments)
                 seen.append(pooled)
@@ -160,10 +164,12 @@ class _Mix:
     its own adjoint: with M and S the gradients at ``center`` and at the variance, a pool of weights w, w' adds
     ``P(w M) + 2 (mean - mu) P(w' S)`` to the offset of dx and ``2 P(w' S)`` to its slope.
 
-    ``weighting`` turns the tensors given, logits of ``[K]`` or ``[K, groups]``, into weights; None: one pool, weight one.
+    ``weighting`` turns the tensors given, logits of ``[K]`` or ``[K, groups]``, into weights; None: one pool.
     """
 
-    def __init__(self, sources: Sources, weighting: Callable[..., Tensor] | None = None, groups: int = 1) -> None:
+    def __init__(
+        self, sources: Sources, weighting: Callable[..., Tensor] | None = None, groups: int = 1
+    ) -> None:
         self.sources, self.weighting, self.groups = sources, weighting, groups
         self.reads_moments = any(sources.live)
         self.per_group = Plan(_pools.group(groups), sources.plans[0].rows, _pools.Segments())
@@ -224,7 +230,11 @@ class _Mix:
             if live:
                 pooled = plan.stacked_statistics(stats, size)
                 seen.append(pooled)
-                m, v = (pooled.mean, pooled.var) if plan.direct else (plan.expand(pooled.mean), plan.expand(pooled.var))
+                m, v = (
+                    (pooled.mean, pooled.var)
+                    if plan.direct
+                    else (plan.expand(pooled.mean), plan.expand(pooled.var))
+                )
             else:
                 seen.append(None)
                 m, v = self._running(k, stats.dtype)
@@ -245,7 +255,11 @@ class _Mix:
         d_center: Tensor,
         d_scale: Tensor,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
-        d = torch.empty_like(stats) if stats.shape[1:] == d_center.shape else stats.new_empty((2, *d_center.shape))
+        d = (
+            torch.empty_like(stats)
+            if stats.shape[1:] == d_center.shape
+            else stats.new_empty((2, *d_center.shape))
+        )
         d[0] = d_center
         torch.mul(d_scale, scale * scale * scale * -0.5, out=d[1])
         found: list[Tensor] = []
@@ -257,10 +271,12 @@ class _Mix:
             if self.groups > 1 or pooled is None:
                 total, o, h = self._gradient_of_rows(k, plan, pooled, d, w, stats)
             else:
-                total, o, h = plan.stacked_adjoint(d, pooled, stats, None if w is None else (w[0][k], w[1][k]))
+                total, o, h = plan.stacked_adjoint(
+                    d, pooled, stats, None if w is None else (w[0][k], w[1][k])
+                )
             if total is not None:
                 found.append(total)
-            if o is not None:
+            if o is not None and h is not None:
                 offset = o if offset is None else offset.add_(o) if offset.shape == d[0].shape else offset + o
                 half = h if half is None else half + h
         slope = None if half is None else half * 2
@@ -290,7 +306,9 @@ class _Mix:
         return total, offset, half
 
 
-_ONE_HOT = 16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
+_ONE_HOT = (
+    16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
+)
 
 
 @dataclass(frozen=True)
@@ -308,16 +326,22 @@ class Mixture(Statistics):
 
     def __post_init__(self) -> None:
         if not self.members:
-            raise ValueError("a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')")
+            raise ValueError(
+                "a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')"
+            )
         if len({str(p) for p in self.members}) != len(self.members):
-            raise ValueError(f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}")
+            raise ValueError(
+                f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}"
+            )
         if self.groups < 1:
             raise ValueError(f"groups is {self.groups}; it must be at least 1")
 
     @classmethod
     def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
         if isinstance(pools, str):
-            raise TypeError(f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}")
+            raise TypeError(
+                f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}"
+            )
         return cls(tuple(parse_pool(p) for p in pools), **options)
 
     @property
@@ -406,7 +430,9 @@ class Renorm(Statistics):
 
     def __post_init__(self) -> None:
         if self.r_max < 1 or self.d_max < 0:
-            raise ValueError(f"r_max must be at least 1 and d_max at least 0; got {self.r_max} and {self.d_max}")
+            raise ValueError(
+                f"r_max must be at least 1 and d_max at least 0; got {self.r_max} and {self.d_max}"
+            )
 
     @property
     def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]

@@ -40,7 +40,7 @@ class Policy:
 
 
 def in_backward() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing recomputes and must not count twice."""
+    """Whether this forward runs inside a backward pass: checkpointing recomputes and must not count twice."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -114,7 +114,9 @@ def update_(
     of_branch = segments.branch
     if isinstance(of_branch, Tensor) or seen_mean.shape[0] > 1:
         number = 1 if isinstance(of_branch, int) else (branches or 1)
-        seen_mean, seen_var, _ = _average_segments(seen_mean, seen_var, count, of_branch, number, how == "total")
+        seen_mean, seen_var, _ = _average_segments(
+            seen_mean, seen_var, count, of_branch, number, how == "total"
+        )
     if isinstance(of_branch, int) and branches is not None:
         mean, var, batches = mean[of_branch], var[of_branch], batches[of_branch]
     lead = seen_mean.shape[0]
@@ -137,7 +139,12 @@ def update_(
 
 
 def _average_segments(
-    mean: Tensor, var: Tensor, count: float | Tensor, of_branch: int | Tensor, number: int, total: bool = False
+    mean: Tensor,
+    var: Tensor,
+    count: float | Tensor,
+    of_branch: int | Tensor,
+    number: int,
+    total: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Segments ``[B, G]`` averaged into branches ``[number, G]``, weighted by their counts; and who is present.
 
@@ -149,7 +156,9 @@ def _average_segments(
     zero = mean.new_zeros(number, mean.shape[1])
     whole = zero.index_add(0, of_branch, weight)
     present = whole > 0
-    share = weight / torch.where(present, whole, 1).index_select(0, of_branch)  # soft counts may lie below one
+    share = weight / torch.where(present, whole, 1).index_select(
+        0, of_branch
+    )  # soft counts may lie below one
     of_branches = zero.index_add(0, of_branch, mean * share)
     if total:
         var = var + (mean - of_branches.index_select(0, of_branch)).square()

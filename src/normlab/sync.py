@@ -29,7 +29,9 @@ def sync(model: nn.Module, process_group: ProcessGroup | None = None) -> nn.Modu
     from .surgery import convert_torch_batch_norm
 
     model = convert_torch_batch_norm(model)
-    layers = [m for m in model.modules() if isinstance(m, Norm) and any(p.over_batch for p in m.statistics.pools)]
+    layers = [
+        m for m in model.modules() if isinstance(m, Norm) and any(p.over_batch for p in m.statistics.pools)
+    ]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no normalization layer with statistics over the batch")
     for layer in layers:

@@ -118,7 +118,9 @@ class Norm(nn.Module):
         if num_features < 1:
             raise ValueError(f"num_features is {num_features}; a layer needs at least one channel")
         if not isinstance(eps, Real) or not (momentum is None or isinstance(momentum, Real)):
-            raise TypeError(f"eps and momentum are numbers (momentum may be None); got {eps!r} and {momentum!r}")
+            raise TypeError(
+                f"eps and momentum are numbers (momentum may be None); got {eps!r} and {momentum!r}"
+            )
         if not eps >= 0:
             raise ValueError(f"eps is {eps}; it must not be negative")
         if momentum is not None and not 0 <= momentum <= 1:
@@ -144,7 +146,9 @@ class Norm(nn.Module):
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
         self._run_shape: tuple[int, ...] | None = None
-        self._read: tuple[list[Any], Tensor] | None = None  # of the running statistics, where training reads them
+        self._read: tuple[list[Any], Tensor] | None = (
+            None  # of the running statistics, where training reads them
+        )
         per_branch = "branch" in self.affine_terms or self.track_running_stats
         separated = branches is not None and (per_branch or any(p.over_batch for p in statistics.pools))
         self.wants = frozenset(
@@ -176,13 +180,19 @@ class Norm(nn.Module):
             self.class_bias = nn.Parameter(torch.zeros(self.num_classes, c, **made))
         if "branch" in self.affine_terms:
             assert self.branches is not None
-            self.branch_weight = nn.ParameterDict({b: nn.Parameter(torch.ones(c, **made)) for b in self.branches})
-            self.branch_bias = nn.ParameterDict({b: nn.Parameter(torch.zeros(c, **made)) for b in self.branches})
+            self.branch_weight = nn.ParameterDict(
+                {b: nn.Parameter(torch.ones(c, **made)) for b in self.branches}
+            )
+            self.branch_bias = nn.ParameterDict(
+                {b: nn.Parameter(torch.zeros(c, **made)) for b in self.branches}
+            )
         learned = self.statistics.parameters(c)
         self._learned = tuple(learned)
         if "predicted" in self.affine_terms:
             if isinstance(self.statistics, Positional) or any(p.kind == "run" for p in self.statistics.pools):
-                raise ValueError("a predicted affine map needs statistics of whole channels: instance, layer, group ...")
+                raise ValueError(
+                    "a predicted affine map needs statistics of whole channels: instance, layer, group"
+                )
             predictor = predictor_parameters(c, self.key_size)
             self._predictor = tuple(predictor)
             learned = {**learned, **predictor}
@@ -314,7 +324,9 @@ class Norm(nn.Module):
         pools, c, n = self.statistics.pools, self.num_features, x.shape[0]
         return make(pools, c, spatial, n, branches, branch, x.device, self.process_group, live_batch)
 
-    def _sources(self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources:
+    def _sources(
+        self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool
+    ) -> Sources:
         stored: list[tuple[Tensor, Tensor] | None] = []
         for plan, names, track in zip(plans, self._buffers_of, self._tracks, strict=True):
             if names is None or track is None or (live_batch and not self.statistics.reads_running):
@@ -406,7 +418,7 @@ class Norm(nn.Module):
         self._set_run_shape(tuple(x.shape[2:]), ok)
 
     def _update_in_kernel(self, segments: Sequence[Segments]) -> Update | None:
-        """Running statistics that a kernel may move on the way: one pool over the batch, one segment, nothing special."""
+        """Running statistics that a kernel may move on the way: one pool over the batch, one segment, no policy."""
         policy = self.policy
         tracked = [k for k, names in enumerate(self._buffers_of) if names is not None]
         if len(tracked) != 1 or not policy.update or policy.guard or self.observer is not None:
@@ -538,7 +550,11 @@ class Norm(nn.Module):
                 raise ValueError(
                     f"{type(self).__name__} needs a {name}: call layer(x, {name}) or run the model inside "
                     f"'with normlab.route(model, {name}=...)'"
-                    + (" (checkpointed blocks: pass context_fn=normlab.keep_route)" if running.in_backward() else "")
+                    + (
+                        " (checkpointed blocks: pass context_fn=normlab.keep_route)"
+                        if running.in_backward()
+                        else ""
+                    )
                 )
         if "label" in self.wants:
             assert self.num_classes is not None
@@ -554,12 +570,16 @@ class Norm(nn.Module):
         if isinstance(style, StyleMoments):
             shapes = {tuple(t.shape[1:]) for t in style}
             if shapes != {(self.num_features,)}:
-                raise ValueError(f"style moments must be [N, {self.num_features}] each; got {list(style.mean.shape)}")
+                raise ValueError(
+                    f"style moments must be [N, {self.num_features}] each; got {list(style.mean.shape)}"
+                )
             return
         if not isinstance(style, Tensor):
             raise TypeError(f"the style is features [N, C, *S] or StyleMoments; got {type(style).__name__}")
         if not style.is_floating_point():
-            raise TypeError(f"the style is floating-point features; got {style.dtype}; call style.float() first")
+            raise TypeError(
+                f"the style is floating-point features; got {style.dtype}; call style.float() first"
+            )
         if style.dim() < 3 or style.shape[1] != self.num_features:
             raise ValueError(
                 f"the style has shape {list(style.shape)}; expected features [N, {self.num_features}, *S] of the same "
@@ -616,17 +636,27 @@ def _plans(
     """Rows, segments and plans of every pool for one shape of input."""
     rows = rows_for(pools, channels, spatial)
     segments = tuple(
-        make_segments(samples, p.ghost, branches, branch, device) if p.over_batch and live_batch else Segments()
+        make_segments(samples, p.ghost, branches, branch, device)
+        if p.over_batch and live_batch
+        else Segments()
         for p in pools
     )
-    return rows, segments, tuple(Plan(p, rows, s, process_group) for p, s in zip(pools, segments, strict=True))
+    return (
+        rows,
+        segments,
+        tuple(Plan(p, rows, s, process_group) for p, s in zip(pools, segments, strict=True)),
+    )
 
 
 _cached_plans = remembered(_plans)
 
 
 def _check_branches(branches: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(branches, str) or not isinstance(branches, Iterable) or not all(isinstance(b, str) for b in branches):
+    if (
+        isinstance(branches, str)
+        or not isinstance(branches, Iterable)
+        or not all(isinstance(b, str) for b in branches)
+    ):
         raise TypeError(f'branches are names, such as ("main", "aux"); got {branches!r}')
     names = tuple(branches)
     if not names or len(set(names)) != len(names):

@@ -200,7 +200,9 @@ class SwitchNorm(Norm):
         with torch.no_grad():
             weights = self.statistics.weights({n: getattr(self, n) for n in self._learned})
             mean, var = (w.reshape(w.shape[0], -1).mean(1).tolist() for w in weights)
-        return {str(p): pair for p, pair in zip(self.statistics.members, zip(mean, var, strict=True), strict=True)}
+        return {
+            str(p): pair for p, pair in zip(self.statistics.members, zip(mean, var, strict=True), strict=True)
+        }
 
     @torch.no_grad()
     def harden(self) -> None:
@@ -457,7 +459,9 @@ class KalmanNorm(Norm):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_features, Kalman(gain), affine, eps=eps, momentum=momentum, device=device, dtype=dtype)
+        super().__init__(
+            num_features, Kalman(gain), affine, eps=eps, momentum=momentum, device=device, dtype=dtype
+        )
         self.posterior = None
 
     def forward(self, x: Tensor, prior: tuple[Tensor, Tensor] | None = None) -> Tensor:  # type: ignore[override]
@@ -465,10 +469,14 @@ class KalmanNorm(Norm):
         if prior is None:
             return self._run(x, None, 0, None)
         if not isinstance(prior, (tuple, list)):
-            raise TypeError(f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}")
+            raise TypeError(
+                f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}"
+            )
         shapes = [tuple(t.shape) for t in prior]
         if shapes != [(self.num_features,)] * 2:
-            raise ValueError(f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}")
+            raise ValueError(
+                f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}"
+            )
         return self._run(x, None, 0, None, tuple(prior) if self._uses_batch() else ())
 
     def _observe(self, seen: Any, segments: Any, x: Tensor) -> None:
