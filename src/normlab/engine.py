@@ -201,8 +201,6 @@ def normalize(
         with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
             return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
     rows = Rows(x.shape[1]) if rows is None else rows
-    weight = weight.unsqueeze(0) if weight is not None and weight.dim() == 1 else weight
-    bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
     if _must_trace(x):
         return _plain(x, rule, rows, weight, bias, *tensors)
     box: list[Any] = []
@@ -364,9 +362,9 @@ class _Normalize(torch.autograd.Function):
         return (dx, None, None, None, d_weight, d_bias, *d_tensors)
 
 
-def _reduce(gradient: Tensor, like: Tensor) -> Tensor:  # [N, C] to [N, C] or [1, C]
-    if like.shape[0] == 1 and gradient.shape[0] != 1:
-        gradient = gradient.sum(0, keepdim=True)
+def _reduce(gradient: Tensor, like: Tensor) -> Tensor:  # [N, C] to [C], [1, C] or [N, C]
+    if like.dim() == 1 or (like.shape[0] == 1 and gradient.shape[0] != 1):
+        gradient = gradient.sum(0, keepdim=like.dim() > 1)
     return gradient.to(like.dtype)
 
 

@@ -92,7 +92,7 @@ def normalize(
     call: Call,
     rows: Rows,
     update: Update | None,
-    weight: Tensor | None,  # [1, C] or [N, C]
+    weight: Tensor | None,  # [C], [1, C] or [N, C]
     bias: Tensor | None,
     logits: tuple[Tensor, ...],
 ) -> tuple[Tensor, list[Pooled | None]]:
@@ -189,7 +189,7 @@ class _Work:
             self.coef if self.segment is None else self.segment, mean_logits, var_logits, call.eps,
             self.coef if weight is None else weight, self.coef if bias is None else bias, self.renorm,
         )  # fmt: skip
-        self.affine = 0 if weight is None else 1 if weight.shape[0] == 1 else 2
+        self.affine = 0 if weight is None else 1 if weight.numel() == shape.c else 2
         self.kinds = logits[0].shape[0] if logits else 1
         self.flags = (
             call.own, sample is not None, batch is not None, self.segment is not None, *call.order, self.kinds,

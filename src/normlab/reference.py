@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Beyond this ratio of mean to standard deviation float32 sums lose digits that show: moments are taken again about
 # the first mean, and apply subtracts before it scales.
 _FAR = 64.0
-_CHUNK = 1 << 18  # elements worked on at a time on the CPU, where a pass needs room for a copy
+_CHUNK = 1 << 20  # elements worked on at a time on the CPU, where a pass needs room for a copy
 _TINY = 1e-30  # keeps the deviation of a constant row from being zero
 
 
@@ -180,10 +180,14 @@ def _view(x: Tensor, rows: Rows) -> tuple[Tensor, bool]:
 def _chunks(t: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     """Samples a few at a time, so that what is computed on the way stays in the cache and needs no fresh memory."""
     like = t if like is None else like
-    return (t,) if like.numel() <= _CHUNK else t.split(_step(like))
+    if like.numel() <= 2 * _CHUNK or (like.dim() == 4 and _one_by_one(like)):  # the latter needs no room
+        return (t,)
+    return t.split(_step(like))
 
 
 def _step(view: Tensor) -> int:
+    if view.numel() <= 2 * _CHUNK:
+        return max(1, view.shape[0])
     return max(1, _CHUNK * view.shape[0] // max(view.numel(), 1))
 
 
