@@ -56,16 +56,13 @@ class Buffer:
         self._base = self.tensor.data_ptr() if x.is_cuda else None  # the interpreter wants tensors
 
     def take(self, floats: int) -> Any:
-        start = self._used
+        # What takes no room stands at the beginning: an address past the end may belong to nobody.
+        start = self._used if floats else 0
         self._used += -(-floats // 4) * 4  # 16 bytes, so that loads may be wide
         return self.view(start, floats) if self._base is None else Pointer(self._base + 4 * start)
 
     def view(self, start: int, floats: int) -> Tensor:
         return self.tensor[start : start + floats]
-
-    @property
-    def used(self) -> int:
-        return self._used
 
 
 def room(*floats: int) -> int:
