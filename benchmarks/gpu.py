@@ -262,7 +262,9 @@ def main() -> None:
     parser.add_argument("--model", action="store_true", help="also time ResNet-50 training steps")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks/gpu.py needs a CUDA device and found none; benchmarks/layers.py measures on the CPU")
+        print(
+            "benchmarks/gpu.py needs a CUDA device and found none; benchmarks/layers.py measures on the CPU"
+        )
         return
     torch.manual_seed(0)
     rate = copy_rate()

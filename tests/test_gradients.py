@@ -299,3 +299,23 @@ def test_inputs_freed_after_backward():
         y.sum().backward()
         del x, y
         assert ref.expired(), case.id
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm2d", "LayerNorm2d", "SwitchNorm2d"])
+@pytest.mark.parametrize("last", [True, False], ids=["last", "contiguous"])
+def test_a_gradient_in_another_layout_on_large_images(kind: str, last: bool):
+    """Images of 2 ** 15 values and more take kernels of their own; they must see dy in the layout of x."""
+    layer = getattr(normlab, kind)(32)
+    x, dy = torch.randn(2, 32, 40, 60), torch.randn(2, 32, 40, 60)
+    one, other = (
+        (torch.channels_last, torch.contiguous_format)
+        if last
+        else (torch.contiguous_format, torch.channels_last)
+    )
+    x = x.contiguous(memory_format=one).requires_grad_()
+    same, swapped = (
+        torch.autograd.grad(layer(x), (x, *layer.parameters()), dy.contiguous(memory_format=layout))
+        for layout in (one, other)
+    )
+    for a, b in zip(same, swapped, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))

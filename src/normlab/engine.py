@@ -211,6 +211,12 @@ def normalize(
         if call is not None:
             y, seen = fused.normalize(x, rule, call, rows, update, weight, bias, tuple(tensors))
             return y, seen if update is None else MOVED
+    if not kernels_serve(x, rows):
+        from . import native
+
+        done = native.normalize(x, rule, rows, weight, bias)
+        if done is not None:
+            return done
     y = _Normalize.apply(x, rule, rows, box, weight, bias, *tensors)
     return y, box[0]
 

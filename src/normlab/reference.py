@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Beyond this ratio of mean to standard deviation float32 sums lose digits that show: moments are taken again about
 # the first mean, and apply subtracts before it scales.
-_FAR = 64.0
+FAR = 64.0
 _CHUNK = 1 << 20  # elements worked on at a time on the CPU, where a pass needs room for a copy
 _TINY = 1e-30  # keeps the deviation of a constant row from being zero
 
@@ -47,7 +47,7 @@ def _wide(x: Tensor) -> Tensor:
 # --- views --------------------------------------------------------------------------------------------------------
 
 
-def _is_channels_last(x: Tensor) -> bool:
+def is_channels_last(x: Tensor) -> bool:
     return x.dim() > 2 and x.shape[1] > 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
@@ -155,7 +155,7 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
         mean, deviation = of_rows(_wide(view))
     else:
         mean, deviation = _joined([of_rows(_wide(v)) for v in _chunks(view)])
-        if x.dtype != torch.float64 and _largest(mean / deviation) > _FAR:
+        if x.dtype != torch.float64 and largest(mean / deviation) > FAR:
             parts = zip(_chunks(view), _chunks(mean, view), strict=True)
             offset, deviation = _joined([of_rows(_wide(v) - m.unsqueeze(2)) for v, m in parts])
             mean, deviation = mean.double() + offset, deviation.double()
@@ -173,7 +173,7 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _view(x: Tensor, rows: Rows) -> tuple[Tensor, bool]:
-    last = _is_channels_last(x)
+    last = is_channels_last(x)
     return (_last_view(x, rows), True) if last else (_rows_view(x, rows), False)
 
 
@@ -191,7 +191,7 @@ def _step(view: Tensor) -> int:
     return max(1, _CHUNK * view.shape[0] // max(view.numel(), 1))
 
 
-def _largest(t: Tensor) -> float:
+def largest(t: Tensor) -> float:
     return float(torch.linalg.vector_norm(t, torch.inf)) if t.numel() else 0.0
 
 
@@ -240,7 +240,7 @@ def apply(x: Tensor, rows: Rows, coefficients: Coefficients, *, far: bool) -> Te
     if rows.cuts:
         return _like(plain_apply(x.to(center.dtype), rows, coefficients), x)
     product = center * scale
-    if far and (x.device.type != "cpu" or _largest(product) > _FAR):
+    if far and (x.device.type != "cpu" or largest(product) > FAR):
         return _apply_far(x, rows, center, scale, shift)
     return _linear(x, rows, scale, -product if shift is None else shift - product)
 

@@ -174,6 +174,10 @@ class _Mix:
         self.reads_moments = any(sources.live)
         self.per_group = Plan(_pools.group(groups), sources.plans[0].rows, _pools.Segments())
 
+    def one_pool(self) -> Plan | None:
+        """The pool, where there is but one and it is live."""
+        return self.sources.plans[0] if self.weighting is None and self.sources.live[0] else None
+
     def closed_call(self) -> Call | None:
         """This rule as the kernels take it, where they do."""
         from .fused import closed_call  # imports triton
