@@ -10,13 +10,7 @@ same run, over the captured-graph time. Errors are against the same layer in flo
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,8 +20,8 @@ import torch
 import triton
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
 import normlab
+from _results import machine, write
 from layers import CASES, Naive
 
 SHAPES = [
@@ -225,29 +219,6 @@ def resnet_steps() -> list[dict]:
     return rows
 
 
-def machine(rate: float, commit: str | None) -> dict[str, object]:
-    def git(*words: str) -> str:
-        here = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=False
-        ).stdout.strip()
-
-    return {
-        "device": torch.cuda.get_device_name(), "copy_tb_per_s": round(rate / 1e12, 2), "torch": torch.__version__,
-        "triton": triton.__version__, "python": platform.python_version(),
-        "commit": commit or git("rev-parse", "--short", "HEAD"),
-    }  # fmt: skip
-
-
-def write(rows: list[dict], out: Path, extra: dict[str, object]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=out.parent, delete=False, newline="") as f:
-        table = csv.DictWriter(f, [*rows[0], *extra], restval="")
-        table.writeheader()
-        table.writerows({**row, **extra} for row in rows)
-    os.replace(f.name, out)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -281,8 +252,13 @@ def main() -> None:
     ]
     if arguments.model:
         rows += resnet_steps()
-    write(rows, arguments.out, machine(rate, arguments.commit))
-    print(f"written to {arguments.out}")
+    device = machine(
+        torch.cuda.get_device_name(),
+        arguments.commit,
+        copy_tb_per_s=round(rate / 1e12, 2),
+        triton=triton.__version__,
+    )
+    write(rows, arguments.out, device)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,9 @@ bytes are what autograd keeps between forward and backward.
 from __future__ import annotations
 
 import argparse
-import csv
 import ctypes
-import os
 import platform
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import normlab
+from _results import cpu, machine, write
 
 SHAPES = [
     (8, 64, 112, 112),
@@ -271,40 +268,6 @@ def measure(
     return rows
 
 
-def machine() -> dict[str, object]:
-    def git(*words: str) -> str:
-        here = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=False
-        ).stdout.strip()
-
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        named = [
-            line.split(":")[1].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = named[0] if named else model
-    return {
-        "device": f"{model}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "src") else ""),
-    }
-
-
-def write(rows: list[dict[str, object]], out: Path) -> None:
-    extra = machine()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=out.parent, delete=False, newline="") as f:
-        table = csv.DictWriter(f, [*rows[0], *extra])
-        table.writeheader()
-        table.writerows({**row, **extra} for row in rows)
-    os.replace(f.name, out)
-
-
 def keep_freed_memory() -> None:
     """Ask glibc neither to trim the heap nor to map large blocks (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
     if platform.libc_ver()[0] == "glibc":
@@ -330,8 +293,7 @@ def main() -> None:
     rows = [
         r for shape in shapes for last in (False, True) for r in measure(shape, last, arguments.rounds, only)
     ]
-    write(rows, arguments.out)
-    print(f"written to {arguments.out}")
+    write(rows, arguments.out, machine(cpu()))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ def on_device(given: dict[str, Any]) -> dict[str, Any]:
     def move(v: Any) -> Any:
         if isinstance(v, Tensor):
             return v.to(DEVICE)
-        return type(v)(*(move(t) for t in v)) if hasattr(v, "_fields") else v
+        if hasattr(v, "_fields"):
+            return type(v)(*(move(t) for t in v))
+        return tuple(move(t) for t in v) if isinstance(v, tuple) else v
 
     return {k: move(v) for k, v in given.items()}
 

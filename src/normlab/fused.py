@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import pool_kernels
 from .engine import Update, differentiate_plain
 from .launch import (
     Buffer,
@@ -229,7 +229,7 @@ class _Work:
                 run_mean, run_var = call.running
         has_update = update is not None
         launch(
-            ("pool", self.key, has_update, run_mean.dtype), kernels.pool_forward, (programs, 1, 1),
+            ("pool", self.key, has_update, run_mean.dtype), pool_kernels.pool_forward, (programs, 1, 1),
             self.stats, self.sample_stats, self.batch_mean, self.batch_var, self.sources[4], self.renorm,
             run_mean, run_var, batches, momentum, call.eps, *bounds,
             shape.n, shape.width, shape.rows, shape.s, self.sample_cells, self.sample_groups, self.batch_groups,
@@ -241,7 +241,7 @@ class _Work:
         """Center, scale and shift of every row; the batch is counted."""
         shape, count = self.shape, update is not None
         launch(
-            ("coefficients", self.key, count), kernels.coefficients, (ceil(shape.rows, 256), 1, 1),
+            ("coefficients", self.key, count), pool_kernels.coefficients, (ceil(shape.rows, 256), 1, 1),
             self.coef, *self.sources, self.coef if update is None else update.batches,
             shape.c, shape.width, shape.rows, shape.parts, self.sample_cells, self.sample_groups, self.batch_groups,
             *self.flags, count, 256,
@@ -270,7 +270,7 @@ class _Work:
         cells = (self.sample_cells, self.sample_groups, self.batch_cells, self.batch_groups)
         if programs:
             launch(
-                ("pool backward", self.key), kernels.pool_backward, (programs, 1, 1),
+                ("pool backward", self.key), pool_kernels.pool_backward, (programs, 1, 1),
                 sums, *self.sources, sample, batch, coef if d_weight is None else d_weight,
                 coef if d_bias is None else d_bias, parted, shape.n, shape.c, shape.width, rows, shape.parts, *cells,
                 self.sample_programs, self.batch_programs, *self.flags, self.live, self.wide, 32, _COLUMNS, 512,
@@ -280,7 +280,7 @@ class _Work:
             members = _counts(shape.n, x.device) if self.segment is None else self._members()
         d_logits = tuple(torch.empty_like(t) for t in logits)
         launch(
-            ("coefficients backward", self.key), kernels.coefficients_backward, (ceil(rows, 256), 1, 1),
+            ("coefficients backward", self.key), pool_kernels.coefficients_backward, (ceil(rows, 256), 1, 1),
             coef, sums, *self.sources, sample, batch, members, parted, *(d_logits or (coef, coef)), affine_programs,
             shape.c, shape.width, rows, shape.s, shape.parts, *cells, *self.flags, self.live, 256,
         )  # fmt: skip

@@ -1,0 +1,53 @@
+"""What every benchmark shares: where it ran, and a CSV that appears whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine(device: str, commit: str | None = None, **more: object) -> dict[str, object]:
+    """Device, versions and commit, for every row of a CSV; a plus sign marks uncommitted changes of the library."""
+
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(
+            ["git", *words], cwd=here, capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    changed = "+" if git("status", "--porcelain", "../src") else ""
+    return {
+        "device": device,
+        **more,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit or git("rev-parse", "--short", "HEAD") + changed,
+    }
+
+
+def cpu() -> str:
+    """The processor's name and the threads torch uses."""
+    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].split(":")[1].strip() if lines else name
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def write(rows: list[dict[str, Any]], out: Path, extra: dict[str, object]) -> None:
+    """``rows``, each with ``extra``, as a CSV."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=out.parent, delete=False, newline="") as f:
+        table = csv.DictWriter(f, [*rows[0], *extra], restval="")
+        table.writeheader()
+        table.writerows({**row, **extra} for row in rows)
+    os.chmod(f.name, 0o644)
+    os.replace(f.name, out)
+    print(f"written to {out}")
