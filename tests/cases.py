@@ -342,22 +342,26 @@ def renorm(pool: str, r_max: float, d_max: float, warmup: int, r_steps: int, d_s
     return Formula(f"{pool}, corrected", standardize, "deviation")
 
 
-def kalman(gain: float) -> Formula:
+def kalman(gain: float, pool: str = "batch") -> Formula:
     """Batch Kalman normalization (Wang et al.), diagonal: note the term of the means' disagreement."""
 
     def standardize(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
         if not training:
             mean, var = stored(p, x, "batch", None)
             return Standard((x - mean) / (var + EPS).sqrt())
-        seen = pooled(x, addresses(x, "batch"))
+        seen = pooled(x, addresses(x, pool))
         if "prior" in given:
-            m, v = given["prior"]
-            if (v / seen.var).mean().item() < 100:
-                var = gain * v + (1 - gain) * seen.var + gain * (1 - gain) * (seen.mean - m).square()
-                seen = seen._replace(mean=gain * m + (1 - gain) * seen.mean, var=var)
+            workers = seen.var.numel() // x.shape[1]
+            m, v = (t.repeat(workers) for t in given["prior"])
+            trust = (v / seen.var).reshape(workers, -1).mean(1).lt(100).repeat_interleave(x.shape[1])
+            var = gain * v + (1 - gain) * seen.var + gain * (1 - gain) * (seen.mean - m).square()
+            mean = gain * m + (1 - gain) * seen.mean
+            seen = seen._replace(
+                mean=torch.where(trust, mean, seen.mean), var=torch.where(trust, var, seen.var)
+            )
         return Standard((x - seen.at(seen.mean)) / (seen.at(seen.var) + EPS).sqrt(), (seen,))
 
-    return Formula("batch, predicted", standardize)
+    return Formula(f"{pool}, predicted", standardize)
 
 
 def root_mean_square(pool: str) -> Formula:
@@ -750,6 +754,9 @@ CASES: tuple[Case, ...] = (
          smooth=False, momentum=0.01),
     Case("kalman-no-prior", "KalmanNorm", (16,), kalman(0.1), twin=_torch_batch, adopts=True),
     Case("kalman", "KalmanNorm", (16, 0.3), kalman(0.3), give=prior),
+    Case(
+        "kalman-ghost", "KalmanNorm", (16, 0.3), kalman(0.3, "batch/ghost=2"), options={"ghost": 2}, give=prior
+    ),
     Case("kalman-wild-prior", "KalmanNorm", (16, 0.3), kalman(0.3), give=wild_prior),
     # cells that no paper named
     Case("sandwich-switch", "Norm", (16, SWITCH, "sandwich"), mixture(*SWITCH), {"num_classes": CLASSES},

@@ -516,3 +516,14 @@ def test_numbers_of_numpy_are_numbers():
     numpy = pytest.importorskip("numpy")
     layer = BatchNorm2d(numpy.int64(6), eps=numpy.float32(1e-5), momentum=numpy.float64(0.1))
     assert layer(x()).shape == (4, 6, 5, 5)
+
+
+def test_a_rule_may_return_coefficients_alone():
+    x = torch.randn(2, 4, 3, 3)
+
+    def centred(m: normlab.Moments) -> normlab.Coefficients:
+        return normlab.Coefficients(m.mean, torch.ones_like(m.mean))
+
+    y, seen = normlab.normalize(x, centred)
+    assert seen is None
+    torch.testing.assert_close(y, x - x.mean((2, 3), keepdim=True))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ._text import nearest
-from .engine import Coefficients, Moments, Rows, Rule, at_least_single
+from .engine import Coefficients, Moments, Rows, Rule, at_least_single, both
 from .pools import Plan, Segments, group
 
 __all__ = ["Predicted", "compose", "parse_affine", "predictor_parameters"]
@@ -117,7 +117,7 @@ class Predicted:
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]:
         *own, weight, bias, embed, scale_head, shift_head = tensors
-        (center, scale, shift), seen = self.rule(moments, *own)
+        (center, scale, shift), seen = both(self.rule(moments, *own))
         key_mean, key_var = self.keys.statistics(moments)[:2]
         weight = weight + self.keys.expand(torch.sigmoid(linear(linear(key_var, embed).relu(), scale_head)))
         bias = bias + self.keys.expand(torch.tanh(linear(linear(key_mean, embed).relu(), shift_head)))

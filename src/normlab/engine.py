@@ -76,8 +76,8 @@ class Update(NamedTuple):
 MOVED = object()
 
 
-# From moments and a few tensors to coefficients; the second value is whatever the caller wants back.
-Rule: TypeAlias = Callable[..., tuple[Coefficients, Any]]
+# From moments and a few tensors to coefficients; a second value is whatever the caller wants back.
+Rule: TypeAlias = Callable[..., "Coefficients | tuple[Coefficients, Any]"]
 
 
 class ClosedRule(Protocol):
@@ -192,7 +192,7 @@ def normalize(
     >>> import torch
     >>> def root_mean_square(m):                 # a rule: no centring, one scale a sample
     ...     power = (m.var + m.mean.square()).mean(1, keepdim=True)
-    ...     return Coefficients(torch.zeros_like(m.mean), torch.rsqrt(power + 1e-5)), None
+    ...     return Coefficients(torch.zeros_like(m.mean), torch.rsqrt(power + 1e-5))
     >>> y, _ = normalize(3 * torch.randn(2, 8, 4, 4), root_mean_square)
     >>> bool((y.square().mean((1, 2, 3)) - 1).abs().max() < 1e-4)
     True
@@ -261,9 +261,14 @@ def _plain(
     """The normalizer as one differentiable expression: what compilers trace and double backward differentiates."""
     spatial = prod(x.shape[2:])
     moments = Moments(*reference.plain_moments(x, rows), rows.size(spatial, x.device))
-    standard, seen = rule(moments, *(t.to(moments.mean.dtype) for t in tensors))
+    standard, seen = both(rule(moments, *(t.to(moments.mean.dtype) for t in tensors)))
     coefficients = _compose(standard, rows, spatial, weight, bias)
     return reference.plain_apply(x, rows, coefficients), seen
+
+
+def both(found: Any) -> tuple[Coefficients, Any]:
+    """What a rule returned: coefficients alone, or with what else its caller wants back."""
+    return (found, None) if isinstance(found, Coefficients) else found
 
 
 def _compose(
@@ -310,14 +315,15 @@ class _Normalize(torch.autograd.Function):
         if closed:
             standard, seen = rule.compute(stats, size, tensors)  # type: ignore[attr-defined]
         elif not any(ctx.needs_input_grad):
-            standard, seen = rule(Moments(stats[0], stats[1], size), *(t.to(stats.dtype) for t in tensors))
+            given = (t.to(stats.dtype) for t in tensors)
+            standard, seen = both(rule(Moments(stats[0], stats[1], size), *given))
         else:
             needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[0], *ctx.needs_input_grad[6:])
             values = (stats[0], stats[1], *tensors)
             leaves = tuple(v.detach().requires_grad_(n) for v, n in zip(values, needs, strict=True))
             with torch.enable_grad():
                 given = (t.to(stats.dtype) for t in leaves[2:])
-                standard, seen = rule(Moments(leaves[0], leaves[1], size), *given)
+                standard, seen = both(rule(Moments(leaves[0], leaves[1], size), *given))
         box.append(seen)
         detached = standard.detached()
         # Statistics of x itself say by their dtype whether its means dwarf its deviations; running ones do not.

@@ -565,6 +565,7 @@ class Kalman(Statistics):
 
     gain: float = 0.1
     guard_ratio: float = 100.0
+    ghost: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.gain <= 1:
@@ -572,11 +573,11 @@ class Kalman(Statistics):
 
     @property
     def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
-        return (_pools.batch,)
+        return (replace(_pools.batch, ghost=self.ghost),)
 
     @property
     def label(self) -> str:
-        return "batch, predicted"
+        return "batch, predicted" if self.ghost is None else f"batch/ghost={self.ghost}, predicted"
 
     def rule(self, sources: Sources) -> Rule:
         if not sources.live[0]:
@@ -595,7 +596,7 @@ class _Predicted:
             prior_mean, prior_var = (t.reshape(1, -1) for t in prior)
             mean = p * prior_mean + (1 - p) * pooled.mean
             var = p * prior_var + (1 - p) * pooled.var + p * (1 - p) * (pooled.mean - prior_mean).square()
-            ratio = (prior_var / pooled.var.clamp_min(torch.finfo(var.dtype).tiny)).mean()
+            ratio = (prior_var / pooled.var.clamp_min(torch.finfo(var.dtype).tiny)).mean(1, keepdim=True)
             trust = ratio < self.statistics.guard_ratio
             pooled = Pooled(
                 torch.where(trust, mean, pooled.mean), torch.where(trust, var, pooled.var), pooled.count

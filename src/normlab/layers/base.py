@@ -20,7 +20,7 @@ from ..engine import MOVED, StyleMoments, Update, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
 from ..positional import normalize_positions
 from ..routing import branch_index, current, label_index
-from ..rules import Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
+from ..rules import Kalman, Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
 from ..running import Policy, Track
 
 if TYPE_CHECKING:
@@ -675,7 +675,7 @@ def _with_ghost(statistics: Statistics, ghost: int) -> Statistics:
             raise ValueError(f"ghost={ghost} needs a pool over the batch; {statistics.label} has none")
         members = tuple(replace(p, ghost=ghost) if p.over_batch else p for p in statistics.members)
         return replace(statistics, members=members)
-    if isinstance(statistics, (Renorm, Modes)):
+    if isinstance(statistics, (Kalman, Modes, Renorm)):
         if ghost < 1:
             raise ValueError(f"ghost is {ghost} samples a statistic; it must be at least 1")
         return replace(statistics, ghost=ghost)

@@ -444,7 +444,8 @@ class KalmanNorm(Norm):
     """Batch Kalman normalization, diagonal form: ``layer(x, prior)`` with a prior predicted from the layer before.
 
     After a call in training ``layer.posterior`` holds the statistics it normalized with; :func:`normlab.predict`
-    carries them through the next convolution and gives the next layer's prior. Without a prior it is batch norm.
+    carries them through the next convolution and gives the next layer's prior. Without a prior it is batch norm. Of
+    ghost batches the posterior is the average.
     """
 
     posterior: tuple[Tensor, Tensor] | None
@@ -458,9 +459,18 @@ class KalmanNorm(Norm):
         affine: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        ghost: int | None = None,
     ) -> None:
         super().__init__(
-            num_features, Kalman(gain), affine, eps=eps, momentum=momentum, device=device, dtype=dtype
+            num_features,
+            Kalman(gain),
+            affine,
+            eps=eps,
+            momentum=momentum,
+            ghost=ghost,
+            device=device,
+            dtype=dtype,
         )
         self.posterior = None
 
@@ -481,7 +491,7 @@ class KalmanNorm(Norm):
 
     def _observe(self, seen: Any, segments: Any, x: Tensor) -> None:
         pooled = seen[0]
-        self.posterior = tuple(t.detach()[0].to(x.dtype) for t in (pooled.mean, pooled.var))  # type: ignore[assignment]
+        self.posterior = tuple(t.detach().mean(0).to(x.dtype) for t in (pooled.mean, pooled.var))  # type: ignore[assignment]
         super()._observe(seen, segments, x)
 
 
