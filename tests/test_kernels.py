@@ -151,3 +151,25 @@ def test_back_ends_are_chosen_by_name():
     layer, x = normlab.BatchNorm2d(4), torch.randn(2, 4, 3, 3, dtype=torch.float64)
     with normlab.backend("triton"):  # float64 stays with torch's operators
         assert layer.double()(x).dtype == torch.float64
+
+
+def test_an_empty_batch_passes_and_changes_nothing():
+    layer = normlab.SwitchNorm2d(4).to(DEVICE)
+    before = {n: b.clone() for n, b in layer.named_buffers()}
+    x = torch.empty(0, 4, 3, 3, device=DEVICE, requires_grad=True)
+    with normlab.backend("triton"):
+        y = layer(x)
+        y.sum().backward()
+    assert y.shape == x.shape and x.grad is not None
+    assert all(torch.equal(b, before[n]) for n, b in layer.named_buffers())
+
+
+def test_autocast_takes_the_kernels_and_moves_the_statistics():
+    layer, twin = normlab.BatchNorm2d(8).to(DEVICE), normlab.BatchNorm2d(8).to(DEVICE)
+    x = torch.randn(4, 8, 5, 5, device=DEVICE).bfloat16()
+    with normlab.backend("triton"), torch.autocast(DEVICE, torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    twin(x.float())
+    assert_close(layer.running_var, twin.running_var, **SAME)
+    assert int(layer.num_batches_tracked) == 1  # type: ignore[arg-type]

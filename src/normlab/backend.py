@@ -64,6 +64,6 @@ def kernels_serve(x: Tensor, rows: Rows) -> bool:
     if torch.compiler.is_compiling():
         return False
     name = _chosen.get() or _from_environment()
-    if name == "torch" or rows.cuts or x.dtype == torch.float64:
+    if name == "torch" or rows.cuts or x.dtype == torch.float64 or not x.numel():
         return False
     return name == "triton" or (x.is_cuda and _has_triton())

@@ -199,26 +199,40 @@ def normalize(
     """
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
-            return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
+            return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
     rows = Rows(x.shape[1]) if rows is None else rows
     if _must_trace(x):
         return _plain(x, rule, rows, weight, bias, *tensors)
+    if (done := _at_once(x, rule, tensors, weight, bias, rows, update)) is not None:
+        return done
     box: list[Any] = []
-    if kernels_serve(x, rows) and hasattr(rule, "closed_call") and (weight is None) == (bias is None):
-        from . import fused  # imports triton
-
-        call = rule.closed_call()  # type: ignore[attr-defined]
-        if call is not None:
-            y, seen = fused.normalize(x, rule, call, rows, update, weight, bias, tuple(tensors))
-            return y, seen if update is None else MOVED
-    if not kernels_serve(x, rows):
-        from . import native
-
-        done = native.normalize(x, rule, rows, weight, bias)
-        if done is not None:
-            return done
     y = _Normalize.apply(x, rule, rows, box, weight, bias, *tensors)
     return y, box[0]
+
+
+def _at_once(
+    x: Tensor,
+    rule: Rule,
+    tensors: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: Rows,
+    update: Update | None,
+) -> tuple[Tensor, Any] | None:
+    """Whole normalizers where there are kernels for them; None where the passes do the work, one by one."""
+    if not kernels_serve(x, rows):
+        from . import native  # imports this module
+
+        return native.normalize(x, rule, rows, weight, bias)
+    if not hasattr(rule, "closed_call") or (weight is None) != (bias is None):
+        return None
+    from . import fused  # imports triton
+
+    call = rule.closed_call()  # type: ignore[attr-defined]
+    if call is None:
+        return None
+    y, seen = fused.normalize(x, rule, call, rows, update, weight, bias, tuple(tensors))
+    return y, seen if update is None else MOVED
 
 
 def at_least_single(t: Tensor) -> Tensor:
