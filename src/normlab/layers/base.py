@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from numbers import Integral, Real
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from .. import running
 from .._cache import remembered
-from .._text import nearest, words
+from .._text import nearest
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
 from ..backend import kernels_serve
 from ..engine import MOVED, StyleMoments, Update, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
 from ..positional import normalize_positions
-from ..routing import branch_index, current, label_index
 from ..rules import Kalman, Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
 from ..running import Policy, Track
+from .checks import check_branches, check_counts, check_input, conditions, first_condition
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
 
-_RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
-_SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
-_CONDITIONS = ("label", "branch", "style")
 _AXES = 8  # spatial axes that a tracked resolution may have
 
 
@@ -131,7 +128,7 @@ class Norm(nn.Module):
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}; there must be at least one class")
         if branches is not None:
-            branches = _check_branches(branches)
+            branches = check_branches(branches)
         statistics = parse_statistics(statistics)
         if ghost is not None:
             statistics = _with_ghost(statistics, ghost)
@@ -270,12 +267,12 @@ class Norm(nn.Module):
         self, x: Tensor, condition: Any = None, *, label: Any = None, branch: Any = None, style: Any = None
     ) -> Tensor:
         """Normalize ``x``. ``condition`` is the layer's label, branch or style, whichever it takes first."""
-        self._check_input(x)
+        check_input(self, x)
         given = {"label": label, "branch": branch, "style": style}
         if condition is not None:
-            given[self._first_condition()] = condition
+            given[first_condition(self)] = condition
         if self.wants or any(v is not None for v in given.values()):
-            label, branch, style = self._conditions(given, x)
+            label, branch, style = conditions(self, given, x)
         return self._run(x, label, 0 if branch is None else branch, style)
 
     def _run(
@@ -287,7 +284,7 @@ class Norm(nn.Module):
         live_batch = self._uses_batch()
         rows, segments, plans = self._plans(x, spatial, branch, live_batch)
         if live_batch:
-            self._check_counts(x, spatial, segments)
+            check_counts(self, x, spatial, segments)
         self._check_run_shape(x, live_batch)
         rule = self.statistics.rule(self._sources(plans, rows, branch, live_batch))
         tensors = (*self.statistics.tensors({n: getattr(self, n) for n in self._learned}), *extra)
@@ -469,123 +466,6 @@ class Norm(nn.Module):
     def _groups(self) -> int:
         return next(p.groups or 1 for p in self.statistics.pools if p.crosses_channels(self.num_features))
 
-    # --- checks -------------------------------------------------------------------------------------------------
-
-    def _check_input(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{type(self).__name__} takes a tensor; got {type(x).__name__}")
-        ranks = range(2, 100) if self.dims is None else _RANKS[self.dims]
-        if x.dim() not in ranks:
-            shape = "[N, C, *S]" if self.dims is None else _SHAPES[self.dims]
-            raise ValueError(
-                f"{type(self).__name__} takes {shape}; got {x.dim()} dimensions, {list(x.shape)}{self._rank_hint(x)}"
-            )
-        if not x.is_floating_point():
-            hint = "view_as_real(x) has the two parts" if x.is_complex() else "call x.float() first"
-            raise TypeError(f"{type(self).__name__} takes floating-point input; got {x.dtype}; {hint}")
-        if x.shape[1] != self.num_features:
-            last = x.dim() > 2 and x.shape[-1] == self.num_features
-            hint = "; the channels seem to be last, call x.movedim(-1, 1)" if last else ""
-            raise ValueError(
-                f"{type(self).__name__} has {self.num_features} channels; got {x.shape[1]} in {list(x.shape)}{hint}"
-            )
-
-    def _rank_hint(self, x: Tensor) -> str:
-        if x.dim() + 1 in (_RANKS[self.dims] if self.dims else (2,)) and x.shape[:1] == (self.num_features,):
-            return "; if that is one sample, add the batch dimension: x.unsqueeze(0)"
-        name = type(self).__name__
-        if self.dims is not None and name.endswith(f"{self.dims}d"):
-            for dims, ranks in _RANKS.items():
-                if x.dim() in ranks:
-                    return f"; use {name[:-2]}{dims}d for {_SHAPES[dims]}"
-        return ""
-
-    def _check_counts(self, x: Tensor, spatial: int, segments: Sequence[Segments]) -> None:
-        """Refuse one value a statistic, where torch does and where a running variance would be undefined."""
-        if self.process_group is not None or not x.shape[0]:
-            return
-        alone = isinstance(self.statistics, Single)
-        for pool, s in zip(self.statistics.pools, segments, strict=True):
-            a_sample = self.num_features * spatial // pool.tracked(self.num_features)
-            if not pool.over_batch:
-                if alone and pool.kind == "channel" and a_sample <= 1:
-                    raise ValueError(
-                        f"instance norm of {list(x.shape)} has one value a statistic, so every output would be the "
-                        "bias; use layer, group or batch statistics here"
-                    )
-                continue
-            values = a_sample * (x.shape[0] if pool.ghost is None else min(pool.ghost, x.shape[0]))
-            if pool.ghost is not None and x.shape[0] % pool.ghost:
-                values = min(values, a_sample * (x.shape[0] % pool.ghost))
-            if isinstance(s.branch, Tensor) and x.device.type == "cpu" and not torch.compiler.is_compiling():
-                assert s.index is not None
-                members = torch.bincount(s.index)
-                values = a_sample * int(members[members > 0].min())
-            if values <= 1:
-                raise ValueError(
-                    f"expected more than 1 value per statistic when training; got {list(x.shape)} for "
-                    f"{pool} statistics. Use a larger batch, or statistics within each sample (group, layer, or "
-                    "a mixture without batch)"
-                )
-
-    def _first_condition(self) -> str:
-        for name in _CONDITIONS:
-            if name in self.wants:
-                return name
-        raise TypeError(
-            f"{type(self).__name__} takes no label, branch or style; call it with x alone, or use a conditional or "
-            "separated normalizer"
-        )
-
-    def _conditions(self, given: dict[str, Any], x: Tensor) -> tuple[Any, int | Tensor | None, Any]:
-        extra = [n for n, v in given.items() if v is not None and n not in self.wants]
-        if extra:
-            raise TypeError(
-                f"{type(self).__name__} takes no {words(extra)}; beside x it takes {words(sorted(self.wants))}"
-            )
-        routed = current(self)
-        found = {n: v if v is not None else getattr(routed, n) for n, v in given.items()}
-        for name in self.wants:
-            if found[name] is None:
-                raise ValueError(
-                    f"{type(self).__name__} needs a {name}: call layer(x, {name}) or run the model inside "
-                    f"'with normlab.route(model, {name}=...)'"
-                    + (
-                        " (checkpointed blocks: pass context_fn=normlab.keep_route)"
-                        if running.in_backward()
-                        else ""
-                    )
-                )
-        if "label" in self.wants:
-            assert self.num_classes is not None
-            found["label"] = _beside(x, label_index(found["label"], self.num_classes, x.shape[0]))
-        if "branch" in self.wants:
-            assert self.branches is not None
-            found["branch"] = _beside(x, branch_index(found["branch"], self.branches, x.shape[0]))
-        if "style" in self.wants:
-            self._check_style(found["style"])
-        return found["label"], found["branch"], found["style"]
-
-    def _check_style(self, style: Any) -> None:
-        if isinstance(style, StyleMoments):
-            shapes = {tuple(t.shape[1:]) for t in style}
-            if shapes != {(self.num_features,)}:
-                raise ValueError(
-                    f"style moments must be [N, {self.num_features}] each; got {list(style.mean.shape)}"
-                )
-            return
-        if not isinstance(style, Tensor):
-            raise TypeError(f"the style is features [N, C, *S] or StyleMoments; got {type(style).__name__}")
-        if not style.is_floating_point():
-            raise TypeError(
-                f"the style is floating-point features; got {style.dtype}; call style.float() first"
-            )
-        if style.dim() < 3 or style.shape[1] != self.num_features:
-            raise ValueError(
-                f"the style has shape {list(style.shape)}; expected features [N, {self.num_features}, *S] of the same "
-                "layer as the content"
-            )
-
     # --- state dicts --------------------------------------------------------------------------------------------
 
     def _load_from_state_dict(
@@ -625,10 +505,6 @@ class Norm(nn.Module):
         return ", ".join(parts)
 
 
-def _beside(x: Tensor, index: int | Tensor) -> int | Tensor:
-    return index.to(x.device) if isinstance(index, Tensor) else index
-
-
 def _plans(
     pools: tuple[Pool, ...], channels: int, spatial: int, samples: int, branches: int, branch: int | Tensor,
     device: torch.device, process_group: ProcessGroup | None, live_batch: bool,
@@ -649,22 +525,6 @@ def _plans(
 
 
 _cached_plans = remembered(_plans)
-
-
-def _check_branches(branches: Sequence[str]) -> tuple[str, ...]:
-    if (
-        isinstance(branches, str)
-        or not isinstance(branches, Iterable)
-        or not all(isinstance(b, str) for b in branches)
-    ):
-        raise TypeError(f'branches are names, such as ("main", "aux"); got {branches!r}')
-    names = tuple(branches)
-    if not names or len(set(names)) != len(names):
-        raise ValueError(f"branches need different names, at least one; got {names}")
-    bad = [b for b in names if not b.isidentifier() or hasattr(nn.ParameterDict, b)]
-    if bad:
-        raise ValueError(f"branch names are plain words (letters, digits, underscores); got {words(bad)}")
-    return names
 
 
 def _with_ghost(statistics: Statistics, ghost: int) -> Statistics:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..pools import Pool, batch, batch_group, group, instance, layer
 from ..rules import Kalman, Mixture, Modes, Positional, Renorm, Single, Statistics
 from .base import Norm, parse_statistics
+from .checks import check_input
 
 
 class BatchNorm(Norm):
@@ -475,7 +476,7 @@ class KalmanNorm(Norm):
         self.posterior = None
 
     def forward(self, x: Tensor, prior: tuple[Tensor, Tensor] | None = None) -> Tensor:  # type: ignore[override]
-        self._check_input(x)
+        check_input(self, x)
         if prior is None:
             return self._run(x, None, 0, None)
         if not isinstance(prior, (tuple, list)):
