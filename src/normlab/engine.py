@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -320,14 +320,14 @@ class _Normalize(torch.autograd.Function):
         passes = _passes(x, rows)
         spatial = prod(x.shape[2:])
         size = rows.size(spatial, x.device)
-        closed = hasattr(rule, "gradient")
+        closed = cast("ClosedRule | None", rule if hasattr(rule, "gradient") else None)
         leaves: tuple[Tensor, ...] = ()
-        if closed and not rule.reads_moments:  # type: ignore[attr-defined]
+        if closed is not None and not closed.reads_moments:
             stats = x.new_zeros((2, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
         else:
             stats = passes.moments(x, rows)
-        if closed:
-            standard, seen = rule.compute(stats, size, tensors)  # type: ignore[attr-defined]
+        if closed is not None:
+            standard, seen = closed.compute(stats, size, tensors)
         elif not any(ctx.needs_input_grad):
             given = (t.to(stats.dtype) for t in tensors)
             standard, seen = both(rule(Moments(stats[0], stats[1], size), *given))
@@ -344,8 +344,14 @@ class _Normalize(torch.autograd.Function):
         far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
         y = passes.apply(x, rows, _compose(detached, rows, spatial, weight, bias), far=far)
         if any(ctx.needs_input_grad):
-            ctx.rule, ctx.rows, ctx.size, ctx.closed, ctx.leaves = rule, rows, size, closed, leaves
-            ctx.standard, ctx.seen = standard, seen if closed else None
+            ctx.rule, ctx.rows, ctx.size, ctx.closed, ctx.leaves = (
+                rule,
+                rows,
+                size,
+                closed is not None,
+                leaves,
+            )
+            ctx.standard, ctx.seen = standard, None if closed is None else seen
             ctx.save_for_backward(x, stats, weight, bias, *tensors)
         return y.data  # not a view, which autograd would not let nn.ReLU(inplace=True) write to
 

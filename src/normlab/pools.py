@@ -195,9 +195,8 @@ class Plan:
         self.process_group = process_group if pool.over_batch else None
         self.groups = pool.tracked(rows.channels)
         self.trivial = not pool.over_batch and self.groups == rows.number
-        # Pools that are plain axes of [N, groups, rows a group], and whose statistics broadcast as they are.
+        # Pools that are plain axes of [N, groups, rows a group].
         self.simple = not self.counts and self.segments.index is None and self.process_group is None
-        self.direct = self.simple and self.groups in (1, rows.number)
 
     # Sums over pools. ``t`` is [N, R].
 
@@ -326,9 +325,7 @@ class Plan:
         )  # fmt: skip
         if self.trivial:
             return product, offset, half
-        mean = pooled.mean
-        if not self.direct:
-            offset, half, mean = self.expand(offset), self.expand(half), self.expand(mean)
+        offset, half, mean = self.expand(offset), self.expand(half), self.expand(pooled.mean)
         return product, torch.addcmul(offset, stats[0] - mean, half, value=2), half
 
 

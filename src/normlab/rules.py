@@ -191,18 +191,26 @@ class _Mix:
         if self.weighting is not None:
             weights = self.weighting(*logits)  # [2, K] or [2, K, groups]
             weights = weights.unsqueeze(2) if self.groups == 1 else self._to_rows(weights)
+        return self._mixed(lambda plan: plan.statistics(moments), weights, moments.mean.dtype)
+
+    def compute(
+        self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]
+    ) -> tuple[Coefficients, list[Pooled | None]]:
+        w = None if self.weighting is None else self._weights(tensors, stats.dtype)[1]
+        return self._mixed(lambda plan: plan.stacked_statistics(stats, size), w, stats.dtype)
+
+    def _mixed(
+        self, statistics: Callable[[Plan], Pooled], w: Any, dtype: torch.dtype
+    ) -> tuple[Coefficients, list[Pooled | None]]:
+        """The mixture of every pool's ``statistics``, with weights ``w[0][k]`` of means, ``w[1][k]`` of variances."""
         seen: list[Pooled | None] = []
         center = var = None
         for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True)):
-            if live:
-                pooled = plan.statistics(moments)
-                seen.append(pooled)
-                m, v = plan.expand(pooled.mean), plan.expand(pooled.var)
-            else:
-                seen.append(None)
-                m, v = self._running(k, moments.mean.dtype)
-            if weights is not None:
-                m, v = m * weights[0, k], v * weights[1, k]
+            pooled = statistics(plan) if live else None
+            seen.append(pooled)
+            m, v = self._running(k, dtype) if pooled is None else map(plan.expand, pooled[:2])
+            if w is not None:
+                m, v = m * w[0][k], v * w[1][k]
             center = m if center is None else center + m
             var = v if var is None else var + v
         assert center is not None and var is not None
@@ -224,31 +232,6 @@ class _Mix:
             return weights, self._to_rows(weights)
         return weights, weights.tolist() if weights.device.type == "cpu" else weights
 
-    def compute(
-        self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[Coefficients, list[Pooled | None]]:
-        seen: list[Pooled | None] = []
-        w = None if self.weighting is None else self._weights(tensors, stats.dtype)[1]
-        center = var = None
-        for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True)):
-            if live:
-                pooled = plan.stacked_statistics(stats, size)
-                seen.append(pooled)
-                m, v = (
-                    (pooled.mean, pooled.var)
-                    if plan.direct
-                    else (plan.expand(pooled.mean), plan.expand(pooled.var))
-                )
-            else:
-                seen.append(None)
-                m, v = self._running(k, stats.dtype)
-            if w is not None:
-                m, v = m * w[0][k], v * w[1][k]
-            center = m if center is None else center + m
-            var = v if var is None else var + v
-        assert center is not None and var is not None
-        return Coefficients(center, (var + self.sources.eps).rsqrt_()), seen
-
     def gradient(
         self,
         stats: Tensor,
@@ -259,11 +242,7 @@ class _Mix:
         d_center: Tensor,
         d_scale: Tensor,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
-        d = (
-            torch.empty_like(stats)
-            if stats.shape[1:] == d_center.shape
-            else stats.new_empty((2, *d_center.shape))
-        )
+        d = stats.new_empty((2, *d_center.shape))
         d[0] = d_center
         torch.mul(d_scale, scale * scale * scale * -0.5, out=d[1])
         found: list[Tensor] = []
