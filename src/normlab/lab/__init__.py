@@ -1,0 +1,67 @@
+"""The lab: train the same network with different normalizers, measure, compare.
+
+Everything that the command line does, a few lines do::
+
+    from normlab import lab
+
+    results = lab.compare(norms=["none", "batch", "switchable"], data="mnist5k")
+    results.show()
+    results.report("report.html")
+
+Names are loaded when they are used: importing this package needs torch only.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .data import Data, Images, load
+    from .errors import LabError
+    from .evaluate import MEASUREMENTS, Measurement, accuracy, measure
+    from .loop import History, Watcher, fit
+    from .models import Classifier, build
+    from .norms import NormSpec, parse_norm
+    from .recipes import Recipe
+    from .report import write_report
+    from .settings import Settings
+    from .store import load_checkpoint, save_checkpoint
+    from .study import Results, Run, Study, compare, load_model, read_results, run_study, train
+
+_HOME = {
+    "data": ("Data", "Images", "load"),
+    "errors": ("LabError",),
+    "evaluate": ("MEASUREMENTS", "Measurement", "accuracy", "measure"),
+    "loop": ("History", "Watcher", "fit"),
+    "models": ("Classifier", "build"),
+    "norms": ("NormSpec", "parse_norm"),
+    "recipes": ("Recipe",),
+    "report": ("write_report",),
+    "settings": ("Settings",),
+    "store": ("load_checkpoint", "save_checkpoint"),
+    "study": ("Results", "Run", "Study", "compare", "load_model", "read_results", "run_study", "train"),
+}
+_MODULES = ("analysis", "attacks", "corruptions", "fourier", "reproduce", *_HOME)
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [  # noqa: RUF022 - in the order of use
+    "compare", "train", "Study", "run_study", "read_results", "Results", "Run", "load_model",
+    "Settings", "LabError",
+    "load", "Data", "Images",
+    "build", "Classifier", "parse_norm", "NormSpec",
+    "fit", "History", "Watcher", "Recipe",
+    "measure", "accuracy", "Measurement", "MEASUREMENTS",
+    "write_report", "save_checkpoint", "load_checkpoint",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562. Not cached under the public name for modules: the import system sets those itself.
+    if name in _WHERE:
+        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,0 +1,7 @@
+"""What a user can put right is said in one sentence."""
+
+__all__ = ["LabError"]
+
+
+class LabError(ValueError):
+    """A sentence: what was given, what was expected, what to do. The command line prints it and exits with 2."""

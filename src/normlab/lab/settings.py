@@ -1,0 +1,234 @@
+"""Everything that one run depends on, in one frozen value that is text both ways."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
+
+from .._text import nearest, words
+from . import toml
+from .errors import LabError
+
+__all__ = ["Settings"]
+
+Scalar = str | int | float | bool
+
+
+def _choice(default: str, *choices: str, help: str) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def _number(default: float, low: float, high: float = float("inf"), *, help: str, above: bool = False) -> Any:
+    """A number from ``low`` (or above it) to ``high``."""
+    return field(default=default, metadata={"help": help, "range": (low, high, above)})
+
+
+def _other(default: Any, *, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run: what is trained, on what, how. Zero for a size, depth or width means what the data or model have.
+
+    >>> Settings(norm="none", epochs=3).with_(lr=0.1).lr
+    0.1
+    >>> Settings.from_toml(Settings(norm="group(8)").to_toml()) == Settings(norm="group(8)")
+    True
+    """
+
+    model: str = _other("small", help="network, by name")
+    norm: str = _other("batch", help="normalization, by name, with arguments in parentheses: group(8)")
+    data: str = _other("mnist5k", help="data set, by name, or folder:PATH")
+    seed: int = _number(0, 0, help="first weights, order, augmentation, noise")
+    recipe: str = _other("classify", help="what a training step computes")
+    epochs: int = _number(6, 1, help="passes over the training images")
+    batch_size: int = _number(64, 1, help="images a step")
+    accumulate: int = _number(
+        1, 1, help="parts that a step's batch is cut into, for memory; statistics are of a part"
+    )
+    optimizer: str = _choice("sgd", "sgd", "adam", "adamw", help="optimizer")
+    lr: float = _number(0.02, 0, help="learning rate", above=True)
+    momentum: float = _number(0.9, 0, 1, help="momentum of SGD")
+    nesterov: bool = _other(False, help="Nesterov's momentum")
+    weight_decay: float = _number(5e-4, 0, help="weight decay")
+    decay_all: bool = _other(True, help="decay every parameter; false: only those of two or more dimensions")
+    schedule: str = _choice("cosine", "cosine", "constant", "step", help="learning rate over epochs")
+    milestones: tuple[int, ...] = _other((), help="epochs after which schedule 'step' multiplies by gamma")
+    gamma: float = _number(0.1, 0, help="factor of schedule 'step'", above=True)
+    warmup: int = _number(0, 0, help="first epochs over which the learning rate rises linearly, step by step")
+    clip: float = _number(0.0, 0, help="largest norm of the gradient; 0 for no limit")
+    augment: bool = _other(True, help="mirror and crop at random, where the data set allows it")
+    label_smoothing: float = _number(0.0, 0, 1, help="share of the target spread over all classes")
+    ema: float = _number(
+        0.0, 0, 1, help="decay of averaged weights, which are then the ones tested; 0 for none"
+    )
+    precision: str = _choice("float32", "float32", "tf32", "bf16", help="arithmetic of training")
+    best: str = _choice(
+        "last", "last", "test", help="weights kept: of the last epoch, or of the best on the test set"
+    )
+    channels_last: bool = _other(False, help="memory layout of images and weights")
+    capture: bool = _other(False, help="replay the training step as a CUDA graph")
+    train_size: int = _number(0, 0, help="training images used, classes in proportion")
+    test_size: int = _number(0, 0, help="test images used, classes in proportion")
+    size: int = _number(0, 0, help="side that images are resized to, by nearest neighbour")
+    depth: int = _number(0, 0, help="depth of a network that has the choice")
+    width: int = _number(0, 0, help="width of a network that has the choice")
+    options: tuple[tuple[str, Scalar], ...] = _other((), help="further arguments of the network")
+
+    # Speed only: the same numbers either way, so a run made with one is the run asked for with the other.
+    NEUTRAL: ClassVar[frozenset[str]] = frozenset({"capture"})
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            object.__setattr__(self, spec.name, _checked(spec, getattr(self, spec.name)))
+        if self.accumulate > self.batch_size:
+            raise LabError(f"accumulate = {self.accumulate} cuts a batch of {self.batch_size} into parts of no image; "
+                           "expected at most batch_size.")  # fmt: skip
+        if self.nesterov and not self.momentum:
+            raise LabError("nesterov needs momentum above 0; got momentum = 0.")
+        if self.schedule == "step" and not self.milestones:
+            raise LabError("schedule 'step' needs milestones, for example milestones = [25, 40].")
+        if self.warmup >= self.epochs and self.warmup:
+            raise LabError(f"warmup = {self.warmup} leaves nothing of {self.epochs} epochs; expected fewer.")
+        if self.ema == 1:
+            raise LabError(
+                "ema = 1 would keep the first weights for ever; expected below 1, for example 0.999."
+            )
+
+    def with_(self, **changes: Any) -> Settings:
+        """The same with other values; an unknown name is refused."""
+        unknown = set(changes) - set(NAMES)
+        if unknown:
+            name = min(unknown)
+            raise LabError(f"{name!r} is no setting; {nearest(name, NAMES)}")
+        return replace(self, **changes)
+
+    def values(self) -> dict[str, Any]:
+        """Plain values by name, as they are stored: lists for tuples, a table for options."""
+        return {
+            k: dict(v) if k == "options" else list(v) if isinstance(v, tuple) else v
+            for k, v in asdict(self).items()
+        }
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], *, source: str = "the settings") -> Settings:
+        """The reverse of :meth:`values`; what is left out has its default."""
+        unknown = [k for k in values if k not in NAMES]
+        if unknown:
+            raise LabError(f"{source}: unknown setting {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
+        try:
+            return cls(**values)
+        except LabError as error:
+            raise LabError(f"{source}: {error}") from None
+
+    def to_toml(self) -> str:
+        return toml.dumps(self.values())
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = "the settings") -> Settings:
+        import tomllib
+
+        try:
+            values = tomllib.loads(text)
+        except ValueError as error:
+            raise LabError(f"{source}: not TOML: {error}.") from error
+        return cls.from_values(values, source=source)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Settings:
+        return cls.from_values(toml.read(path), source=str(path))
+
+    def digest(self) -> str:
+        """Eight hexadecimal digits of everything that changes the result."""
+        values = {k: v for k, v in self.values().items() if k not in self.NEUTRAL}
+        return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def name(self) -> str:
+        """Readable, fit for a folder, and unique by its digest: ``batch-small-mnist5k-seed0-0123abcd``."""
+        words_ = (self.norm, self.model, self.data, f"seed{self.seed}", self.digest())
+        return "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", w).strip("_.")[:40] for w in words_)
+
+    def model_options(self) -> dict[str, Scalar]:
+        """What ``models.build`` is given besides name, data, norm and seed."""
+        own = {k: getattr(self, k) for k in ("depth", "width") if getattr(self, k)}
+        return own | dict(self.options)
+
+
+NAMES: tuple[str, ...] = tuple(f.name for f in fields(Settings))
+HELP: dict[str, str] = {f.name: f.metadata["help"] for f in fields(Settings)}
+_KIND: dict[str, type] = {f.name: type(f.default) for f in fields(Settings)}  # bool, int, float, str, tuple
+
+
+def parse(name: str, text: str) -> Any:
+    """A setting's value from the command line's text.
+
+    >>> parse("weight_decay", "5e-4"), parse("nesterov", "yes"), parse("milestones", "25+40")
+    (0.0005, True, (25, 40))
+    """
+    kind, text = _KIND[name], text.strip()
+    try:
+        if kind is bool:
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
+                text.lower()
+            ]
+        if kind is tuple:
+            parts = [p for p in re.split(r"[+\s]+", text) if p]
+            return tuple(_option(p) if name == "options" else int(p) for p in parts)
+        return kind(text)
+    except (KeyError, ValueError):
+        expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind)
+        expected = expected or (
+            "name=value+name=value" if name == "options" else "whole numbers joined by +, 25+40"
+        )
+        raise LabError(f"{name} cannot be {text!r}; expected {expected}.") from None
+
+
+def _option(text: str) -> tuple[str, Scalar]:
+    key, found, value = text.partition("=")
+    if not found:
+        raise ValueError
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return key, {"true": True, "false": False}.get(value.lower(), value)
+
+
+def _checked(spec: Any, value: Any) -> Any:
+    """The value in its own type, or a sentence."""
+    name, kind = spec.name, _KIND[spec.name]
+    if name == "options":
+        pairs = value.items() if isinstance(value, Mapping) else value
+        value = tuple(sorted((str(k), v) for k, v in pairs))
+        if any(not isinstance(v, (str, int, float, bool)) for _, v in value):
+            raise LabError(f"options are text, numbers, true or false; got {dict(value)}.")
+        return value
+    if name == "milestones":
+        value = tuple(value)
+        if any(type(v) is not int or v < 1 for v in value) or list(value) != sorted(set(value)):
+            raise LabError(f"milestones must be rising whole numbers from 1 on; got {list(value)}.")
+        return value
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        known = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+        raise LabError(f"{name} must be {known}; got {value!r}.")
+    choices, limits = spec.metadata.get("choices"), spec.metadata.get("range")
+    if choices and value not in choices:
+        raise LabError(f"{name} cannot be {value!r}; expected {words(choices[:-1])} or {choices[-1]}.")
+    if limits:
+        low, high, above = limits
+        if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
+            bound = f"above {low:g}" if above else f"at least {low:g}"
+            raise LabError(
+                f"{name} must be {bound}{f' and at most {high:g}' if high < 1e9 else ''}; got {value}."
+            )
+    return value
