@@ -1,0 +1,100 @@
+"""What every network of the lab shares: pixels in, standardised inside, first weights by a seed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...surgery import walk
+from ..errors import LabError
+
+__all__ = ["INITS", "Classifier", "Sized", "Standardize", "initialise"]
+
+
+class Sized(Protocol):
+    """What a network must know of its data. :class:`normlab.lab.data.Data` is one."""
+
+    @property
+    def channels(self) -> int: ...
+    @property
+    def size(self) -> tuple[int, int]: ...  # height, width
+    @property
+    def classes(self) -> Sequence[str]: ...
+    @property
+    def mean(self) -> Sequence[float]: ...  # of the training pixels in [0, 1], for each channel
+    @property
+    def std(self) -> Sequence[float]: ...
+
+
+class Standardize(nn.Module):
+    """``(x - mean) / std`` for each channel: pixels in [0, 1] to standardised units."""
+
+    mean: Tensor  # [C, 1, 1]
+    std: Tensor  # [C, 1, 1]
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        if len(mean) != len(std) or min(std) <= 0:
+            raise LabError(
+                f"mean and std need one number a channel, std above 0; got {tuple(mean)} and {tuple(std)}"
+            )
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+    def extra_repr(self) -> str:
+        mean, std = (", ".join(f"{v:.4g}" for v in t.flatten().tolist()) for t in (self.mean, self.std))
+        return f"mean=({mean}), std=({std})"
+
+
+class Classifier(nn.Sequential):
+    """``standardize``, then ``net``: pixels in [0, 1], float [N, C, H, W], to logits [N, K].
+
+    ``notes`` says in words what the name and the norm do not, for tables and reports.
+    """
+
+    standardize: Standardize
+    net: nn.Module
+
+    def __init__(self, standardize: Standardize, net: nn.Module, notes: Sequence[str] = ()) -> None:
+        super().__init__(OrderedDict(standardize=standardize, net=net))
+        self.notes = tuple(notes)
+
+    @property
+    def mean(self) -> Tensor:  # [C, 1, 1]
+        return self.standardize.mean
+
+    @property
+    def std(self) -> Tensor:  # [C, 1, 1]
+        return self.standardize.std
+
+
+def _he(module: nn.Conv2d | nn.Linear) -> None:
+    nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def _torch(module: nn.Conv2d | nn.Linear) -> None:
+    module.reset_parameters()
+    if module.bias is None:  # draw it all the same: the layers that follow start alike with and without
+        torch.empty(len(module.weight)).uniform_()
+
+
+INITS = {"he": _he, "torch": _torch}  # He et al. 2015, fan-in, biases at zero; torch's own
+
+
+def initialise(net: nn.Module, init: str) -> None:
+    """Draw convolutions and linear layers anew, in their order, and nothing inside of normalization layers.
+
+    So the weights of a seed are the same whatever normalizer stands between them.
+    """
+    for _, module in walk(net):
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            INITS[init](module)

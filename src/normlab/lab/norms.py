@@ -1,0 +1,188 @@
+"""Normalization by name: ``group(8)`` as a command line, a settings file or a table of results writes it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from .. import layers
+from .._text import nearest
+from ..surgery import TARGETS
+from .errors import LabError
+
+__all__ = ["NAMES", "NormSpec", "parse_norm", "parse_norms"]
+
+# Beside the targets of surgery: torch's own batch norm, and Fixup, which is no layer but a way to build residual nets.
+NAMES: tuple[str, ...] = (*TARGETS, "torch", "fixup")
+_SHORT = {
+    "bn": "batch", "in": "instance", "ln": "layer", "gn": "group", "pn": "positional", "pono": "positional",
+    "bgn": "batch_group", "sn": "switchable", "ssn": "sparse_switchable", "brn": "batch_renorm", "aux": "auxiliary",
+    "ccbn": "conditional", "sabn": "sandwich", "auxbn": "auxiliary", "saauxbn": "sandwich_auxiliary",
+    "mn": "mode", "ilm": "meta", "identity": "none", "wn": "weight",
+}  # fmt: skip
+_FIRST = {
+    "group": "num_groups", "batch_group": "num_groups", "ghost": "ghost", "conditional": "num_classes",
+    "sandwich": "num_classes", "auxiliary": "branches", "sandwich_auxiliary": "branches", "mode": "num_modes",
+    "meta": "key_size", "switchable": "pools", "sparse_switchable": "pools",
+}  # fmt: skip
+_TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+_NOT_OPTIONS = {"num_features", "num_channels", "device", "dtype", "args", "kwargs"}
+_MOST_GROUPS = 32  # of group norm where no number is given
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A normalizer and its options, before it is known for how many channels.
+
+    >>> parse_norm("group(8)").make(64)
+    GroupNorm2d(64, statistics=group(8), affine=shared, eps=1e-05)
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What :func:`parse_norm` reads back: ``group(8)``."""
+        first = _FIRST.get(self.name)
+        given = sorted(self.options, key=lambda option: option[0] != first)
+        parts = [repr(v) if k == first else f"{k}={v!r}" for k, v in given]
+        return f"{self.name}({', '.join(parts)})" if parts else self.name
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether layers stand in the network; weights, and Fixup's blocks, are changed once it is built."""
+        return self.name not in ("none", "weight", "fixup")
+
+    def with_classes(self, number: int) -> NormSpec:
+        """The number of classes of the data, where the normalizer needs one and was given none."""
+        if self.name in TARGETS and "num_classes" in TARGETS[self.name].required:
+            return replace(self, options=tuple({"num_classes": number, **dict(self.options)}.items()))
+        return self
+
+    def make(self, channels: int, dims: int = 2) -> nn.Module:
+        """The layer for ``channels``, for input ``[N, C]`` or with as many spatial axes as ``dims`` says.
+
+        Numbers of groups, and key sizes, are lowered to the next one that divides the channels. ``group`` without a
+        number has 32 groups, fewer where a group would be a single channel, because that is instance norm.
+        """
+        if not self.normalizes:
+            if self.name == "fixup":
+                raise LabError("fixup is no layer but a way to build residual networks; take one of those, "
+                               "such as resnet20 or wrn-28-10")  # fmt: skip
+            return nn.Identity()
+        options = dict(self.options)
+        try:
+            if self.name == "torch":
+                return _TORCH[dims](channels, **options)
+            return _layer(self.name, channels, dims, options)
+        except (TypeError, ValueError) as error:
+            raise LabError(f"the norm {self.label} for {channels} channels: {error}") from error
+
+
+def parse_norm(text: str | NormSpec) -> NormSpec:
+    """``none``, ``batch``, ``group(8)``, ``batch(ghost=2, eps=1e-3)``: any name of ``normlab.TARGETS`` with arguments.
+
+    ``torch`` is torch's own batch norm, ``fixup`` builds residual networks without one. The papers' abbreviations
+    (bn, gn, bgn, sn ...) are known too.
+
+    >>> parse_norm("bgn(512)")
+    NormSpec(name='batch_group', options=(('num_groups', 512),))
+    """
+    if isinstance(text, NormSpec):
+        return text
+    found = parse_norms(text)
+    if len(found) != 1:
+        raise LabError(f"expected one norm, got {len(found)} in {text!r}")
+    return found[0]
+
+
+def parse_norms(text: str) -> list[NormSpec]:
+    """Several, with commas between: ``none,batch,group(8)``."""
+    try:
+        plain = re.sub(r"(?<=[a-zA-Z])-(?=[a-zA-Z])", "_", text.strip())
+        plain = re.sub(r"(^|,)\s*in\s*(?=[,(]|$)", r"\1instance", plain)  # a word of Python's own
+        tree = ast.parse(f"({plain},)", mode="eval").body
+        assert isinstance(tree, ast.Tuple)
+        return [_spec(node, text) for node in tree.elts]
+    except (SyntaxError, AssertionError) as error:
+        raise LabError(f"{text!r} does not read as norms; write them as none,batch,group(8)") from error
+
+
+def _spec(node: ast.expr, text: str) -> NormSpec:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name):
+        raise LabError(
+            f"{ast.unparse(node)!r} in {text!r} does not read as a norm; write it as group(8) or batch(eps=1e-3)"
+        )
+    name = _SHORT.get(call.func.id.lower(), call.func.id.lower())
+    if name not in NAMES:
+        raise LabError(f"there is no norm {call.func.id!r}; {nearest(name, NAMES)}")
+    first = _FIRST.get(name)
+    if len(call.args) > (first is not None):
+        raise LabError(
+            f"{name} takes {'one value' if first else 'no value'} without a name; got {ast.unparse(call)}"
+        )
+    try:
+        options = {first: ast.literal_eval(value) for value in call.args}
+        options |= {key.arg: ast.literal_eval(key.value) for key in call.keywords}
+    except ValueError as error:
+        raise LabError(
+            f"the arguments of {ast.unparse(call)} are not plain numbers, words in quotes or lists"
+        ) from error
+    known = _known(name, options)
+    for key in options:
+        if key not in known:
+            raise LabError(f"the norm {name} takes no option {key!r}; {nearest(key, known)}")
+    required = TARGETS[name].required if name in TARGETS else ()
+    if "ghost" in required and options.get("ghost") is None:
+        raise LabError("ghost needs the number of samples that share statistics: ghost(16)")
+    return NormSpec(name, tuple((str(k), tuple(v) if isinstance(v, list) else v) for k, v in options.items()))
+
+
+def _known(name: str, options: dict[Any, Any]) -> list[str]:
+    if name in ("none", "weight", "fixup"):
+        return []
+    make = nn.BatchNorm2d if name == "torch" else _family(name, options)
+    return [p for p in inspect.signature(make).parameters if p not in _NOT_OPTIONS]
+
+
+def _family(name: str, options: dict[Any, Any]) -> type[nn.Module]:
+    return layers.GhostBatchGroupNorm if name == "ghost" and "num_groups" in options else TARGETS[name].layer
+
+
+def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.Module:
+    family = _family(name, options)
+    takes = inspect.signature(family).parameters
+    if dims == 1 and family in (layers.InstanceNorm, layers.InstanceLevelMetaNorm):
+        raise ValueError(
+            "one value a sample and channel has no statistics; use layer, group or batch in an MLP"
+        )
+    if family is layers.GroupNorm:
+        options.setdefault("num_groups", max(1, min(_MOST_GROUPS, channels // 2)))
+    options = {**TARGETS[name].options, **options}
+    if (
+        "affine" in takes
+    ):  # instance norm is without one by torch's habit, which would make comparisons unfair
+        options.setdefault("affine", True)
+    if family is layers.BatchGroupNorm:
+        groups = channels if options["num_groups"] is None else options["num_groups"]
+        options["num_groups"] = min(groups, channels) if dims == 1 else groups
+    for key in ("num_groups", "key_size"):
+        if family is not layers.BatchGroupNorm and isinstance(options.get(key), int) and options[key] > 0:
+            options[key] = _divisor(channels, options[key])
+    make: Any = getattr(layers, f"{family.__name__}{dims}d")
+    return make(**{"num_channels" if "num_channels" in takes else "num_features": channels}, **options)
+
+
+def _divisor(channels: int, most: int) -> int:
+    """The largest divisor of ``channels`` that is at most ``most``."""
+    return next(d for d in range(min(most, channels), 0, -1) if channels % d == 0)
