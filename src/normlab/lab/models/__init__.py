@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,64 +15,136 @@ from ...surgery import convert
 from ..errors import LabError
 from ..norms import NormSpec, parse_norm
 from ..seeds import derive
-from .common import INITS, Classifier, Sized, Standardize, initialise
+from .common import INITS, Classifier, Sized, Standardize, initialise, load_weights
+from .external import PREFIXES, external
+from .mlp import linear, mlp
+from .resnet import cifar_resnet, make_fixup, preact_resnet18, wide_resnet
 from .vgg import DEPTHS, small, vgg
 
 __all__ = ["NAMES", "Classifier", "Sized", "Standardize", "build"]
-
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class Entry(NamedTuple):
     """How a network is made, and how its weights start."""
 
-    make: Callable[..., nn.Module]  # (data, norm, **options)
+    make: Callable[..., nn.Module]  # (data, norm, **fixed, **options)
     about: str
     init: str = "he"
+    fixed: Mapping[str, Any] = {}
+    residual: bool = False
+
+    @property
+    def options(self) -> list[str]:
+        own = inspect.signature(self.make).parameters.values()
+        return [p.name for p in own if p.kind == p.KEYWORD_ONLY] + ["init", "standardize", "weights"]
 
 
+# He's deviation for convolutional networks, as the papers have it; torch's own where they do not say.
 _ENTRIES: dict[str, Entry] = {
     "small": Entry(small, "four 3x3 convolutions of 8 to 32 channels", "torch"),
+    **{f"vgg{d}": Entry(vgg, f"VGG-{d} for small images, one linear layer", fixed={"depth": d}) for d in DEPTHS},
+    "mlp": Entry(mlp, "fully connected; depth, width or widths, norm_at, place", "torch"),
+    "linear": Entry(linear, "one linear layer", "torch"),
     **{
-        f"vgg{d}": Entry(partial(vgg, depth=d), f"VGG-{d} for small images, one linear layer") for d in DEPTHS
+        f"resnet{d}": Entry(cifar_resnet, f"He et al.'s ResNet-{d} for CIFAR, shortcuts without parameters",
+                            fixed={"depth": d}, residual=True)
+        for d in (20, 32, 44, 56, 110)
     },
+    "preact-resnet18": Entry(preact_resnet18, "pre-activation ResNet-18 for small images", residual=True),
+}  # fmt: skip
+NAMES: dict[str, str] = {name: entry.about for name, entry in _ENTRIES.items()} | {
+    "wrn-D-K": "Wide ResNet of 6n + 4 layers, K times as wide: wrn-28-10; with norm fixup one norm stays, the last",
+    "torchvision:NAME": "any classifier of torchvision, its norm layers exchanged",
+    "timm:NAME": "any classifier of timm, its norm layers exchanged",
 }
-NAMES: dict[str, str] = {name: entry.about for name, entry in _ENTRIES.items()}
+_STANDARD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "none": ((0.0,), (1.0,)),
+}
 
 
 def build(name: str, data_like: Sized, norm: NormSpec | str, *, seed: int, **options: Any) -> Classifier:
-    """A network for data of this size, its weights drawn from ``seed``: the same ones whatever the norm.
+    """A network for data of this size, on the CPU, its first weights drawn from ``seed``: the same whatever the norm.
 
     Args:
         name: one of :data:`NAMES`.
-        options: of the network, such as ``depth`` or ``width``, and of all: ``init`` ("he" or "torch") and
-            ``standardize`` ("data", "imagenet" or "none": which mean and deviation are taken off the pixels).
+        data_like: a data set, or anything with its ``channels``, ``size``, ``classes``, ``mean`` and ``std``.
+        options: of the network, such as ``depth`` and ``width``, and of all networks ``init`` ("he" or "torch"),
+            ``standardize`` ("data", "imagenet" or "none": which mean and deviation the network takes off its pixels)
+            and ``weights``, a local file with all its parameters. None, and 0 for depth and width, are not given.
+
+    >>> from types import SimpleNamespace
+    >>> data = SimpleNamespace(channels=3, size=(32, 32), classes="0123456789", mean=[0.5] * 3, std=[0.25] * 3)
+    >>> sum(p.numel() for p in build("resnet20", data, "batch", seed=0).parameters())
+    269722
     """
-    entry = _ENTRIES.get(name)
-    if entry is None:
-        raise LabError(f"there is no model {name!r}; {nearest(name, NAMES)}")
     spec = parse_norm(norm).with_classes(len(data_like.classes))
-    options = {k: v for k, v in options.items() if v is not None}
-    init, standard = options.pop("init", entry.init), options.pop("standardize", "data")
-    _check_options(name, entry, options)
+    options = {k: v for k, v in options.items() if v is not None and not (k in ("depth", "width") and v == 0)}
+    standard = _standardize(options.pop("standardize", "data"), data_like)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "norm layers"))
-        net = entry.make(data_like, spec, **options)
-        torch.manual_seed(seed)
-        initialise(net, init)
-        if spec.name == "weight":
-            net = convert(net, "weight", keep=False)
-    return Classifier(_standardize(standard, data_like), net)
+        if name.startswith(PREFIXES):
+            return _external(name, data_like, spec, seed, options, standard)
+        return _own(name, data_like, spec, seed, options, standard)
 
 
-def _standardize(choice: str, data: Sized) -> Standardize:
-    mean, std = data.mean, data.std
-    return Standardize(mean, std)
+def _own(
+    name: str, data: Sized, spec: NormSpec, seed: int, options: dict[str, Any], standard: Standardize
+) -> Classifier:
+    entry = _entry(name)
+    _check(name, options, entry.options)
+    init, weights = options.pop("init", entry.init), options.pop("weights", None)
+    if init not in INITS:
+        raise LabError(f"there is no init {init!r}; {nearest(init, INITS)}")
+    if spec.name == "fixup" and not entry.residual:
+        raise LabError(f"fixup needs a residual network, such as resnet20 or wrn-28-10; {name} is none")
+    net = entry.make(data, NormSpec("batch") if spec.name == "fixup" else spec, **entry.fixed, **options)
+    torch.manual_seed(seed)
+    initialise(net, init)
+    net, notes = make_fixup(net, spec) if spec.name == "fixup" else (net, ())
+    if weights is not None:
+        load_weights(net, weights, name)
+    if spec.name == "weight":
+        net = convert(net, "weight")
+    return Classifier(standard, net, notes)
 
 
-def _check_options(name: str, entry: Entry, options: dict[str, Any]) -> None:
-    known = [p.name for p in inspect.signature(entry.make).parameters.values() if p.kind == p.KEYWORD_ONLY]
-    known += ["init", "standardize"]
+def _external(
+    name: str, data: Sized, spec: NormSpec, seed: int, options: dict[str, Any], standard: Standardize
+) -> Classifier:
+    _check(name, options, ["standardize", "weights"])
+    torch.manual_seed(seed)
+    net = external(name, data, spec, options.get("weights"))
+    return Classifier(standard, net, ("Fixup: no normalization",) if spec.name == "fixup" else ())
+
+
+def _entry(name: str) -> Entry:
+    wide = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
+    if wide:
+        depth, factor = map(int, wide.groups())
+        return Entry(wide_resnet, "", fixed={"depth": depth, "factor": factor}, residual=True)
+    deep = re.fullmatch(r"resnet(\d+)", name)
+    if deep and (int(deep[1]) - 2) % 6 == 0 and int(deep[1]) >= 8:
+        return Entry(cifar_resnet, "", fixed={"depth": int(deep[1])}, residual=True)
+    if name not in _ENTRIES:
+        raise LabError(f"there is no model {name!r}; {nearest(name, NAMES)}")
+    return _ENTRIES[name]
+
+
+def _check(name: str, options: dict[str, Any], known: list[str]) -> None:
     for key in options:
         if key not in known:
             raise LabError(f"the model {name} takes no option {key!r}; {nearest(key, known)}")
+
+
+def _standardize(choice: str, data: Sized) -> Standardize:
+    if choice == "data":
+        return Standardize(data.mean, data.std)
+    if choice not in _STANDARD:
+        raise LabError(f"there is no standardize {choice!r}; {nearest(choice, ('data', *_STANDARD))}")
+    mean, std = _STANDARD[choice]
+    if choice == "none":
+        mean, std = mean * data.channels, std * data.channels
+    if len(mean) != data.channels:
+        raise LabError(f"the mean and deviation of ImageNet are of 3 channels; the data have {data.channels}")
+    return Standardize(mean, std)

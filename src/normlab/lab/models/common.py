@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ...surgery import walk
 from ..errors import LabError
 
-__all__ = ["INITS", "Classifier", "Sized", "Standardize", "initialise"]
+__all__ = ["INITS", "Classifier", "Sized", "Standardize", "initialise", "load_weights"]
 
 
 class Sized(Protocol):
@@ -98,3 +99,26 @@ def initialise(net: nn.Module, init: str) -> None:
     for _, module in walk(net):
         if isinstance(module, nn.Conv2d | nn.Linear):
             INITS[init](module)
+
+
+def load_weights(net: nn.Module, path: str, name: str) -> None:
+    """Weights from a local file, safetensors or a state dict of torch's; every one must be there and fit."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise LabError(f"there is no file of weights {file}")
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state = load_file(file)
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling alone raises half a dozen kinds
+        raise LabError(f"{file} cannot be read as weights: {error}") from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    try:
+        net.load_state_dict(cast(dict[str, Tensor], state))
+    except (RuntimeError, TypeError) as error:
+        few = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise LabError(f"{file} has weights of another network than {name}: {few[:400]}") from error

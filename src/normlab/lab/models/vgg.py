@@ -37,23 +37,22 @@ def _features(data: Sized, norm: NormSpec, plan: Sequence[int]) -> tuple[nn.Sequ
     return nn.Sequential(*layers), channels, (height, width)
 
 
-def vgg(data: Sized, norm: NormSpec, *, depth: int = 8, width: float = 1.0) -> nn.Module:
+def vgg(data: Sized, norm: NormSpec, depth: int, *, width: int = 64) -> nn.Module:
     """Simonyan and Zisserman's VGG with one linear layer, its convolutions followed by ``norm`` and ReLU.
 
-    Larger images than 32x32 are averaged over what positions are left. ``width`` multiplies the channels.
+    Images larger than 32x32 are averaged over the positions that are left. ``width`` is that of the first convolution.
     """
-    plan = [w and max(1, round(w * width)) for w in DEPTHS[depth]]
-    features, channels, left = _features(data, norm, plan)
+    features, channels, left = _features(data, norm, [w * width // 64 for w in DEPTHS[depth]])
     pool = nn.Identity() if left == (1, 1) else nn.AdaptiveAvgPool2d(1)
-    parts = OrderedDict(
-        features=features, pool=pool, flatten=nn.Flatten(), classifier=nn.Linear(channels, len(data.classes))
+    linear = nn.Linear(channels, len(data.classes))
+    return nn.Sequential(
+        OrderedDict[str, nn.Module](features=features, pool=pool, flatten=nn.Flatten(), linear=linear)
     )
-    return nn.Sequential(parts)
 
 
-def small(data: Sized, norm: NormSpec, *, width: float = 1.0) -> nn.Module:
+def small(data: Sized, norm: NormSpec, *, width: int = 8) -> nn.Module:
     """Four 3x3 convolutions in three stages of 8, 16 and 32 channels: seconds an epoch on two cores."""
-    plan = [w and max(1, round(w * width)) for w in (8, 0, 16, 0, 32, 32, 0)]
+    plan = (width, 0, 2 * width, 0, 4 * width, 4 * width, 0)
     features, channels, (height, wide) = _features(data, norm, plan)
     linear = nn.Linear(channels * height * wide, len(data.classes))
-    return nn.Sequential(OrderedDict(features=features, flatten=nn.Flatten(), classifier=linear))
+    return nn.Sequential(OrderedDict[str, nn.Module](features=features, flatten=nn.Flatten(), linear=linear))

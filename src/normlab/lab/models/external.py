@@ -1,0 +1,100 @@
+"""Any model of torchvision or timm, its norm layers exchanged by surgery."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..._text import nearest
+from ...fixup import fixup
+from ...plain import is_norm
+from ...surgery import convert, named
+from ..errors import LabError
+from ..norms import NormSpec
+from .common import Sized, load_weights
+
+__all__ = ["PREFIXES", "external"]
+
+PREFIXES = ("torchvision:", "timm:")
+
+
+class Repeat(nn.Module):
+    """One channel as three."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 3, -1, -1)
+
+
+def external(name: str, data: Sized, norm: NormSpec, weights: str | None) -> nn.Module:
+    """``torchvision:NAME`` or ``timm:NAME`` for the classes of ``data``; weights from a file before the surgery.
+
+    Batch norm stays what it is where the norm is ``batch`` without options. Other layers start as constructed, or, in
+    a network with weights from a file, computing what it computed, where they can.
+    """
+    library, _, model = name.partition(":")
+    net = (_torchvision if library == "torchvision" else _timm)(model, data)
+    if weights is not None:
+        load_weights(net, weights, name)
+    try:
+        net = _with_norm(name, net, norm, keep=weights is not None)
+    except (TypeError, ValueError) as error:
+        raise LabError(f"{name} with norm {norm.label}: {error}") from error
+    if library == "torchvision" and data.channels == 1:
+        return nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
+    return net
+
+
+def _with_norm(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> nn.Module:
+    if norm.name == "fixup":
+        return fixup(net)
+    found = [module for _, module in named(net, is_norm)]
+    if not found and norm.normalizes:
+        raise LabError(f"{name} has no normalization layer to exchange; its norm is none")
+    if norm.name == "none" and not found:
+        return net
+    plain = norm.name in ("batch", "torch") and not norm.options
+    if plain and all(isinstance(module, _BatchNorm) for module in found):
+        return net
+    if norm.name == "torch":
+        raise LabError("torch's batch norm can stay where it is, not take the place of others; use batch")
+    return convert(net, norm.name, keep=keep, **dict(norm.options))
+
+
+def _torchvision(model: str, data: Sized) -> nn.Module:
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if model not in known:
+        raise LabError(f"torchvision has no model {model!r}; {nearest(model, known)}")
+    if data.channels not in (1, 3):
+        raise LabError(
+            f"models of torchvision take 3 channels, or 1 that is repeated; the data have {data.channels}"
+        )
+    takes = inspect.signature(models.get_model_builder(model)).parameters
+    options: dict[str, Any] = {"weights": None, "num_classes": len(data.classes)}
+    if model in ("googlenet", "inception_v3") and "kwargs" in takes:
+        options |= {"aux_logits": False, "init_weights": True}  # one output, and no warning about the other
+    return models.get_model(model, **options)
+
+
+def _timm(model: str, data: Sized) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise LabError(f"timm:{model} needs the package timm; pip install timm") from error
+    if not timm.is_model(model):
+        raise LabError(f"timm has no model {model!r}; {_few(model, timm.list_models())}")
+    return timm.create_model(model, pretrained=False, num_classes=len(data.classes), in_chans=data.channels)
+
+
+def _few(name: str, known: list[str]) -> str:
+    """The nearest of a thousand names, without the thousand."""
+    return (
+        nearest(name, known).partition(" Known")[0]
+        if "did you mean" in nearest(name, known)
+        else "see timm.list_models()"
+    )

