@@ -1,20 +1,47 @@
-"""The one training loop: progress, resume, precision, accumulation, averaged weights, best epoch, log."""
+"""The one training loop: progress, resume, precision, accumulation, averaged weights, best epoch, log.
+
+Everything random in an epoch is drawn from generators that are seeded by (seed, purpose, epoch), and the global ones
+are seeded so too. So an epoch is a function of the state before it: a run that is interrupted and taken up again goes
+through the same numbers, and no generator has to be stored.
+
+Nothing in a step waits for the device. Sums stay there and are asked for once an epoch; images are gathered and
+augmented for many batches at once; learning rates are tensors, so that a captured step can follow a schedule.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .. import calibrate
+from ..layers import Norm, SwitchNorm
+from .errors import LabError
+from .recipes import Batch, Context, Phase, Recipe
+from .recipes import recipe as recipe_by_name
+from .seeds import derive, generator
+from .store import append_line, load_checkpoint, read_lines, save_checkpoint, write_lines
 
 if TYPE_CHECKING:
     from .data import Data
-    from .recipes import Recipe
     from .settings import Settings
 
-__all__ = ["History", "Watcher", "fit"]
+__all__ = ["History", "Watcher", "arithmetic", "fit", "load_weights"]
+
+_BLOCK = (
+    1 << 26
+)  # bytes of images gathered and augmented at once: the order of draws, so part of a run's numbers
+_CALIBRATION = 50  # batches for the statistics of averaged weights
+_WARM_UP = 3  # steps that run before one is captured, so that allocators and libraries have settled
 
 
 @dataclass
@@ -49,10 +76,448 @@ def fit(
     folder: str | Path | None = None,
     progress: Watcher | None = None,
     device: torch.device | str = "cpu",
+    tensorboard: bool = False,
 ) -> History:
     """Train ``model`` in place as ``settings`` say; afterwards it has the weights that were kept.
 
     With a folder, its log.jsonl gets a line and last.safetensors the whole state after each epoch, and the same call
-    again goes on after the last finished epoch.
+    again goes on after the last finished epoch, to the numbers that it would have reached without the interruption.
+    best.safetensors has the kept weights under the model's own names. ``tensorboard`` also writes the log for
+    TensorBoard, if that package is installed.
     """
-    raise NotImplementedError
+    device = torch.device(device)
+    recipe = recipe or recipe_by_name(settings.recipe)
+    folder = None if folder is None else Path(folder)
+    watch = progress or Watcher()
+    if settings.capture and device.type != "cuda":
+        watch.note("capture = true is for CUDA devices; this run is on the CPU and steps are run as usual.")
+    data = data.to(device)
+    model.to(device)
+    if settings.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
+    with arithmetic(settings.precision), _own_random_numbers(device):
+        trainer = _Trainer(model, recipe, ctx)
+        history = trainer.resume(folder)
+        watch.run(settings, done_epochs=len(history.epochs))
+        board = _Board.open(folder, watch) if tensorboard else None
+        for epoch in range(len(history.epochs), settings.epochs):
+            line = trainer.epoch(epoch, watch)
+            history.epochs.append(line)
+            trainer.keep(history, folder)
+            watch.epoch(line)
+            if board is not None:
+                board.write(line)
+        trainer.give_best()
+    return history
+
+
+class _Trainer:
+    """The state of a run: model, optimizers, averaged weights, best weights."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, ctx: Context) -> None:
+        self.model, self.recipe, self.ctx = model, recipe, ctx
+        settings = ctx.settings
+        self.phases = recipe.phases(model, ctx)
+        self.optimizers = [_optimizer(phase, settings, ctx.device) for phase in self.phases]
+        self.averaged = copy.deepcopy(model).requires_grad_(False) if settings.ema else None
+        self.ema_weight = torch.zeros((), device=ctx.device)  # 1 - decay, for this step
+        self.sums: dict[str, Tensor] = {}
+        self.best_score, self.best_epoch = -math.inf, 0
+        self.best_state: dict[str, Tensor] | None = None
+        self.captured: _Captured | None = None
+        size, remainder = settings.batch_size, len(ctx.data.train.y) % settings.batch_size
+        if not len(ctx.data.train.y):
+            raise LabError(f"{ctx.data.name} has no training images; it is for testing only.")
+        # Batch statistics of a single value do not exist, so a last batch of one image is left out.
+        self.images = len(ctx.data.train.y) - (remainder if remainder == 1 and size > 1 else 0)
+        if not self.images:
+            raise LabError(f"one training image and batch_size = {size}: there is no batch to train on.")
+        self.steps = -(-self.images // size)
+
+    # One epoch
+
+    def epoch(self, epoch: int, watch: Watcher) -> dict[str, Any]:
+        settings, device, start = self.ctx.settings, self.ctx.device, time.perf_counter()
+        torch.manual_seed(derive(settings.seed, "global", epoch))
+        self.ctx.generator.manual_seed(derive(settings.seed, "step", epoch))
+        if self.recipe.start_epoch(self.model, epoch / settings.epochs):
+            self.captured = None
+        self.model.train()
+        for total in self.sums.values():
+            total.zero_()
+        lr, told = 0.0, start
+        for step, batch in enumerate(self._batches(epoch)):
+            lr = learning_rate(settings, epoch, step / self.steps)
+            self._prepare(lr, epoch * self.steps + step)
+            self._run(batch)
+            if (now := time.perf_counter()) - told > 0.1:
+                watch.step(epoch + 1, step + 1, self.steps)
+                told = now
+        values = (
+            torch.stack([*self.sums.values()]).div(self.images).tolist()
+        )  # the epoch's one wait for the device
+        line = {"epoch": epoch + 1} | dict(zip(self.sums, values, strict=True))
+        tested = self._tested_model(epoch)
+        tested.eval()
+        line |= self.recipe.evaluate(tested, self.ctx)
+        importance = {n: m.importance() for n, m in tested.named_modules() if isinstance(m, SwitchNorm)}
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        line |= {"lr": lr, "seconds": round(time.perf_counter() - start, 4)}
+        return line | ({"importance": importance} if importance else {})
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        """Every training image once, in an order of this epoch; pixels are still bytes."""
+        from .data import augment
+
+        settings, device = self.ctx.settings, self.ctx.device
+        x, y = self.ctx.data.train
+        order = torch.randperm(
+            len(y), generator=generator(settings.seed, "order", epoch, device=device), device=device
+        )
+        order = order[: self.images]
+        draw = generator(settings.seed, "augment", epoch, device=device)
+        size = settings.batch_size
+        block = max(1, _BLOCK // (x[0].numel() * size)) * size
+        for chosen in order.split(block):
+            images, labels = x[chosen], y[chosen]
+            if settings.augment:
+                images = augment(images, self.ctx.data, draw)
+            yield from map(Batch, images.split(size), labels.split(size))
+
+    def _prepare(self, lr: float, step: int) -> None:
+        """Values that change from step to step and that a captured step reads."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"].fill_(lr * group["share"])
+        if self.averaged is not None:
+            # The average of few steps must forget its first weights sooner: decay rises as (1 + t) / (10 + t).
+            self.ema_weight.fill_(1 - min(self.ctx.settings.ema, (1 + step) / (10 + step)))
+
+    def _run(self, batch: Batch) -> None:
+        capture = self.ctx.settings.capture and self.ctx.device.type == "cuda"
+        if not capture or len(batch.y) < self.ctx.settings.batch_size:
+            self._step(batch)
+            return
+        if self.captured is None:
+            self.captured = _Captured(self._step, batch, self.ctx)
+        self.captured(batch)
+
+    def _step(self, batch: Batch) -> None:
+        from .data import pixels
+
+        settings, n = self.ctx.settings, len(batch.y)
+        x = pixels(batch.x)
+        if settings.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        parts = -(-n // settings.accumulate) if settings.accumulate > 1 else n
+        for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            for part in map(Batch, x.split(parts), batch.y.split(parts)):
+                with torch.autocast(
+                    self.ctx.device.type, torch.bfloat16, enabled=settings.precision == "bf16"
+                ):
+                    values = phase.compute(self.model, part, self.ctx)
+                (values["loss"] * (len(part.y) / n)).backward()
+                self._add(phase, values, len(part.y))
+            if settings.clip:
+                own = [p for group in optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grad_norm_(own, settings.clip, foreach=True)
+            optimizer.step()
+        if self.averaged is not None:
+            self._average()
+
+    def _add(self, phase: Phase, values: dict[str, Tensor], images: int) -> None:
+        for name, value in values.items():
+            name = name if len(self.phases) == 1 else f"{phase.name}_{name}"
+            if name not in self.sums:
+                exact = torch.float32 if self.ctx.device.type == "mps" else torch.float64
+                self.sums[name] = torch.zeros((), device=self.ctx.device, dtype=exact)
+            self.sums[name] += value.detach() * images
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        assert self.averaged is not None
+        foreach: Any = (
+            torch  # one launch for all parameters; these operators are torch's own optimizers' and untyped
+        )
+        mine, live = list(self.averaged.parameters()), list(self.model.parameters())
+        apart = foreach._foreach_sub(live, mine)
+        foreach._foreach_mul_(apart, self.ema_weight)
+        foreach._foreach_add_(mine, apart)
+
+    # What is tested and kept
+
+    def _tested_model(self, epoch: int) -> nn.Module:
+        """The averaged model if there is one, with statistics of its own.
+
+        The live model's running statistics describe the live weights' activations. Averaged weights have others, so
+        theirs are estimated anew, on training images as they are trained on.
+        """
+        if self.averaged is None:
+            return self.model
+        for mine, live in zip(self.averaged.buffers(), self.model.buffers(), strict=True):
+            mine.copy_(live)
+        batches = self._batches(epoch)
+        loader = (self._pixels(batch) for _, batch in zip(range(_CALIBRATION), batches, strict=False))
+        estimate_statistics(self.averaged, loader)
+        return self.averaged
+
+    def _pixels(self, batch: Batch) -> Tensor:
+        from .data import pixels
+
+        return pixels(batch.x)
+
+    def keep(self, history: History, folder: Path | None) -> None:
+        """After an epoch: choose, log, and store all that the next one needs.
+
+        The order is log, state, best weights. So a state on the disk always has its lines, and a best epoch that is
+        not on the disk yet is the state's own; resume() puts both right.
+        """
+        line, settings = history.epochs[-1], self.ctx.settings
+        score = line.get(self.recipe.score, -math.inf)
+        better = score > self.best_score if settings.best == "test" else line["epoch"] == settings.epochs
+        if better:
+            self.best_score, self.best_epoch = score, line["epoch"]
+            self.best_state = self._tested_state()
+        history.best = self.best_epoch
+        if folder is None:
+            return
+        append_line(folder / "log.jsonl", line)
+        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        if self.averaged is not None:
+            tensors |= {f"averaged.{k}": v for k, v in self.averaged.state_dict().items()}
+        for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
+            tensors |= {f"optimizer.{phase.name}.{k}": v for k, v in _optimizer_state(optimizer).items()}
+        meta = {"kind": "state", "best_score": self.best_score, "best_epoch": self.best_epoch}
+        save_checkpoint(folder / "last.safetensors", tensors, meta | self._about(line["epoch"]))
+        if better:
+            self._store_best(folder)
+
+    def _tested_state(self) -> dict[str, Tensor]:
+        tested = self.model if self.averaged is None else self.averaged
+        return {k: v.clone() for k, v in tested.state_dict().items()}
+
+    def _store_best(self, folder: Path) -> None:
+        assert self.best_state is not None
+        meta = {"kind": "weights"} | self._about(self.best_epoch)
+        save_checkpoint(folder / "best.safetensors", self.best_state, meta)
+
+    def _about(self, epoch: int) -> dict[str, Any]:
+        """Enough to build the model again without its data."""
+        data, settings = self.ctx.data, self.ctx.settings
+        like = {"name": data.name, "channels": data.channels, "size": data.size, "classes": data.classes}
+        like |= {"mean": data.mean, "std": data.std}
+        return {
+            "settings": settings.values(),
+            "digest": settings.digest(),
+            "epoch": epoch,
+            "data": like,
+        }
+
+    def give_best(self) -> None:
+        """The kept weights, in the model that was given; it learns on as before and is in evaluation mode."""
+        if self.best_state is not None:
+            self.model.load_state_dict(self.best_state)
+        self.model.eval()
+
+    # Taking up a run
+
+    def resume(self, folder: Path | None) -> History:
+        if folder is None or not (folder / "last.safetensors").exists():
+            if folder is not None and (folder / "log.jsonl").exists():
+                write_lines(folder / "log.jsonl", [])  # of an epoch whose state was never stored
+            return History()
+        path, device = folder / "last.safetensors", self.ctx.device
+        tensors, meta = load_checkpoint(path, device=device)
+        if meta.get("kind") != "state" or meta.get("digest") != self.ctx.settings.digest():
+            raise LabError(
+                f"{path} is the state of a run with other settings; choose another folder for this one."
+            )
+        load_weights(self.model, _under("model.", tensors), path)
+        if self.averaged is not None:
+            load_weights(self.averaged, _under("averaged.", tensors), path)
+        for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
+            _load_optimizer(optimizer, _under(f"optimizer.{phase.name}.", tensors))
+        lines = read_lines(folder / "log.jsonl")
+        if len(lines) < meta["epoch"]:
+            raise LabError(f"{folder / 'log.jsonl'} has {len(lines)} epochs and {path} is of epoch {meta['epoch']}: "
+                           "lines are gone. Remove the folder to train from the start.")  # fmt: skip
+        if len(lines) > meta["epoch"]:
+            lines = lines[: meta["epoch"]]
+            write_lines(folder / "log.jsonl", lines)
+        score = meta["best_score"]
+        self.best_score, self.best_epoch = -math.inf if score is None else score, meta["best_epoch"]
+        best = folder / "best.safetensors"
+        if self.best_epoch == meta["epoch"]:
+            self.best_state = self._tested_state()
+            if not best.exists() or load_checkpoint(best)[1].get("epoch") != self.best_epoch:
+                self._store_best(folder)
+        elif self.best_epoch:
+            self.best_state, about = load_checkpoint(best, device=device)
+            if about.get("epoch") != self.best_epoch:
+                raise LabError(f"{best} is of epoch {about.get('epoch')} and the run's best is {self.best_epoch}: "
+                               "files were mixed. Remove the folder to train from the start.")  # fmt: skip
+        return History(lines, self.best_epoch)
+
+
+class _Captured:
+    """A step as a CUDA graph: small networks are bound by the host, and a graph is one launch.
+
+    The first steps run as they are, on a stream of their own as capturing asks for; they are steps of the training.
+    """
+
+    def __init__(self, step: Any, batch: Batch, ctx: Context) -> None:
+        self.step, self.ctx = step, ctx
+        self.static = Batch(*(torch.empty_like(t) for t in batch))
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = 0
+
+    def __call__(self, batch: Batch) -> None:
+        for mine, new in zip(self.static, batch, strict=True):
+            mine.copy_(new)
+        if self.graph is None and self.warm < _WARM_UP:
+            self.warm += 1
+            side = torch.cuda.Stream(self.ctx.device)
+            side.wait_stream(torch.cuda.current_stream(self.ctx.device))
+            with torch.cuda.stream(side):
+                self.step(self.static)
+            torch.cuda.current_stream(self.ctx.device).wait_stream(side)
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            self.graph.register_generator_state(self.ctx.generator)
+            with torch.cuda.graph(self.graph):  # records and does not run
+                self.step(self.static)
+        self.graph.replay()
+
+
+def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
+    """The learning rate in an epoch, from 0; ``part`` of it is done, which counts while the rate warms up.
+
+    >>> from normlab.lab import Settings
+    >>> s = Settings(epochs=4, lr=1.0, schedule="step", milestones=(1, 3))
+    >>> [learning_rate(s, e) for e in range(4)]
+    [1.0, 0.1, 0.1, 0.010000000000000002]
+    """
+    if epoch < settings.warmup:
+        return settings.lr * max(epoch + part, 1e-3) / settings.warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    if settings.schedule == "step":
+        return settings.lr * settings.gamma ** sum(epoch >= m for m in settings.milestones)
+    done = (epoch - settings.warmup) / (settings.epochs - settings.warmup)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def estimate_statistics(model: nn.Module, loader: Iterable[Tensor]) -> None:
+    """Running statistics of ``model`` under its weights as they are, whoever made its layers."""
+    if any(isinstance(m, _BatchNorm) for m in model.modules()):
+        torch.optim.swa_utils.update_bn(loader, model)
+    elif any(isinstance(m, Norm) and m.track_running_stats for m in model.modules()):
+        calibrate(model, loader)
+
+
+def load_weights(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
+    """Weights into a model, or a sentence about what does not fit; the model is then as it was."""
+    own = model.state_dict()
+    missing, surplus = [k for k in own if k not in state], [k for k in state if k not in own]
+    other = [k for k in own if k in state and own[k].shape != state[k].shape]
+    if missing or surplus or other:
+        kinds = {"missing": missing, "unknown": surplus, "of another shape": other}
+        said = [f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds.items() if names]
+        raise LabError(f"{path} has the weights of another model: {', '.join(said)} of {len(own)} names. "
+                       "Give the model, its options and its norm as they were trained.")  # fmt: skip
+    model.load_state_dict(state)
+
+
+@contextmanager
+def arithmetic(precision: str) -> Iterator[None]:
+    """How convolutions and products are computed on CUDA, and by kernels that repeat themselves exactly."""
+    cudnn: Any = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark
+    try:
+        fast = precision != "float32"
+        cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark = fast, fast, True, False
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+
+
+def _own_random_numbers(device: torch.device) -> Any:
+    """The caller's random numbers go on as if nothing had been trained."""
+    return torch.random.fork_rng([device.index or 0] if device.type == "cuda" else [])
+
+
+def _optimizer(phase: Phase, settings: Settings, device: torch.device) -> torch.optim.Optimizer:
+    """Groups keep the share of the learning rate that they came with; rates are tensors on the device."""
+    given: list[Any] = list(phase.parameters)
+    groups: list[dict[str, Any]] = (
+        [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    )
+    split = []
+    for group in groups:
+        params = [p for p in group.pop("params") if p.requires_grad]
+        share = group.pop("lr", settings.lr) / settings.lr
+        decayed = [p for p in params if settings.decay_all or p.ndim > 1]
+        plain = [p for p in params if not (settings.decay_all or p.ndim > 1)]
+        for chosen, decay in ((decayed, settings.weight_decay), (plain, 0.0)):
+            if chosen:
+                rate = torch.tensor(settings.lr * share, device=device)
+                split.append({"params": chosen, "share": share, "weight_decay": decay, "lr": rate} | group)
+    if not split:
+        raise LabError(f"phase {phase.name!r} has no parameters to train.")
+    rate = torch.tensor(settings.lr, device=device)
+    fused = device.type in ("cpu", "cuda")
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(
+            split, lr=rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused
+        )
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(split, lr=rate, fused=fused)
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {f"{i}.{k}": v for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items()
+            if isinstance(v, Tensor)}  # fmt: skip
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, value in state.items():
+        index, _, key = name.partition(".")
+        optimizer.state[params[int(index)]][key] = value
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+class _Board:
+    """The log for TensorBoard."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    @classmethod
+    def open(cls, folder: Path | None, watch: Watcher) -> _Board | None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            watch.note(
+                "TensorBoard is not installed, so there is no log for it; log.jsonl has the same numbers."
+            )
+            return None
+        if folder is None:
+            watch.note("TensorBoard needs a folder to write to; none was given, so there is no log for it.")
+            return None
+        return cls(SummaryWriter(str(folder / "tensorboard")))
+
+    def write(self, line: dict[str, Any]) -> None:
+        for name, value in line.items():
+            if isinstance(value, (int, float)) and name != "epoch":
+                self.writer.add_scalar(name, value, line["epoch"])
+        self.writer.flush()

@@ -147,13 +147,12 @@ class Settings:
     def digest(self) -> str:
         """Eight hexadecimal digits of everything that changes the result."""
         values = {k: v for k, v in self.values().items() if k not in self.NEUTRAL}
-        return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        return digest_of(json.dumps(values, sort_keys=True))
 
     @property
     def name(self) -> str:
         """Readable, fit for a folder, and unique by its digest: ``batch-small-mnist5k-seed0-0123abcd``."""
-        words_ = (self.norm, self.model, self.data, f"seed{self.seed}", self.digest())
-        return "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", w).strip("_.")[:40] for w in words_)
+        return "-".join(map(slug, (self.norm, self.model, self.data, f"seed{self.seed}", self.digest())))
 
     def model_options(self) -> dict[str, Scalar]:
         """What ``models.build`` is given besides name, data, norm and seed."""
@@ -164,6 +163,15 @@ class Settings:
 NAMES: tuple[str, ...] = tuple(f.name for f in fields(Settings))
 HELP: dict[str, str] = {f.name: f.metadata["help"] for f in fields(Settings)}
 _KIND: dict[str, type] = {f.name: type(f.default) for f in fields(Settings)}  # bool, int, float, str, tuple
+
+
+def slug(text: str) -> str:
+    """Text as a part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", text).strip("_.")[:40]
+
+
+def digest_of(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]
 
 
 def parse(name: str, text: str) -> Any:

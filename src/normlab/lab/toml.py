@@ -29,7 +29,7 @@ def dumps(values: Mapping[str, Any]) -> str:
     tables = [
         f"\n[{_key(name)}]\n" + "".join(f"{_key(k)} = {_value(v)}\n" for k, v in table.items())
         for name, table in values.items()
-        if isinstance(table, Mapping)
+        if isinstance(table, Mapping) and table
     ]
     return "".join(flat + tables)
 

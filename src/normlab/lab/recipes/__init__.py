@@ -69,8 +69,12 @@ class Recipe:
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         return [Phase("model", model.parameters(), self.step)]
 
-    def start_epoch(self, model: nn.Module, progress: float) -> None:
-        """Called before each epoch with the share of training done, from 0 to 1, for schedules of the model's own."""
+    def start_epoch(self, model: nn.Module, progress: float) -> bool:
+        """Called before each epoch with the share of training done, for schedules of the model's own.
+
+        True says that more than values changed, and a captured step must be captured again.
+        """
+        return False
 
 
 def recipe(name: str) -> Recipe:

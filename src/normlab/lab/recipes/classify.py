@@ -1,0 +1,56 @@
+"""Classification: cross entropy of augmented images."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ... import fixup_parameters, set_radius
+from ...fixup import Bias, Scale
+from ...layers import SparseSwitchNorm
+from . import Batch, Context, Phase, Recipe
+
+__all__ = ["RECIPE", "Classify"]
+
+_TEST_BATCH = 1000
+
+
+class Classify(Recipe):
+    """Cross entropy, with label smoothing if asked; Fixup's scalars learn at a tenth of the rate."""
+
+    def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+        logits = model(batch.x)  # [B, classes]
+        loss = F.cross_entropy(logits, batch.y, label_smoothing=ctx.settings.label_smoothing)
+        return {"loss": loss, "train_accuracy": 100 * (logits.argmax(1) == batch.y).float().mean()}
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
+        """Accuracy in per cent and mean cross entropy on the test set, by one question to the device."""
+        from ..data import pixels
+
+        x, y = ctx.data.test
+        sums = torch.zeros(
+            2, device=ctx.device, dtype=torch.float32 if ctx.device.type == "mps" else torch.float64
+        )
+        for images, labels in zip(x.split(_TEST_BATCH), y.split(_TEST_BATCH), strict=True):
+            logits = model(pixels(images)).float()
+            correct = (logits.argmax(1) == labels).sum()
+            sums += torch.stack([correct, F.cross_entropy(logits, labels, reduction="sum")])
+        correct, loss = sums.tolist()
+        return {"accuracy": 100 * correct / len(y), "test_loss": loss / len(y)}
+
+    def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
+        fixed = any(isinstance(m, (Bias, Scale)) for m in model.modules())
+        parameters = fixup_parameters(model, ctx.settings.lr) if fixed else model.parameters()
+        return [Phase("model", parameters, self.step)]
+
+    def start_epoch(self, model: nn.Module, progress: float) -> bool:
+        """The radius of sparse switchable norms follows training; what has become one-hot is no longer learned."""
+        sparse = any(isinstance(m, SparseSwitchNorm) for m in model.modules())
+        if sparse:
+            set_radius(model, progress)
+        return sparse
+
+
+RECIPE = Classify()
