@@ -21,6 +21,7 @@ from torch import Tensor
 from .errors import LabError
 
 __all__ = [
+    "Busy",
     "append_line",
     "load_checkpoint",
     "locked",
@@ -32,6 +33,10 @@ __all__ = [
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _META = "normlab"  # the one key of a safetensors file's metadata that is ours; its value is JSON
+
+
+class Busy(LabError):
+    """Another process works in the folder."""
 
 
 def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -> Path:
@@ -185,7 +190,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LabError(
+            raise Busy(
                 f"Another process is working in {folder}; wait for it, or choose another folder."
             ) from None
         yield
