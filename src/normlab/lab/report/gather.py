@@ -1,0 +1,491 @@
+"""From results to a :class:`View`: reads runs, settings and records, and decides what belongs together."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from .palette import look_of_norms
+from .view import (
+    Cell,
+    Column,
+    Comparison,
+    Config,
+    Course,
+    Curve,
+    GridLine,
+    GridMap,
+    HeatMap,
+    Importance,
+    Look,
+    Samples,
+    Series,
+    View,
+    cell,
+)
+
+if TYPE_CHECKING:
+    from ..study import Results, Run
+
+__all__ = ["gather"]
+
+FIRST = ("norm", "model", "data")  # settings that name a configuration before any other does
+LOWER_IS_BETTER = ("uce", "mce", "ce", "error", "loss", "capv")
+# A parameter inside a measurement's name: measurements that differ in one number are points of one curve.
+PARAMETER = re.compile(
+    r"\b(eps|epsilon|std|sigma|severity|steps|band|lam)=([0-9.]+(?:e-?\d+)?(?:/\d+)?)(?![\w.])"
+)
+KINDS = (("eps", "epsilon"), ("noise", "noise"), ("std", "noise"), ("sigma", "noise"), ("severity", "severity"),
+         ("band", "bandwidth"), ("frequen", "bandwidth"))  # fmt: skip
+QUANTITIES = (("train loss", ("train_loss", "loss")), ("test loss", ("test_loss",)),
+              ("train accuracy", ("train_accuracy",)), ("test accuracy", ("test_accuracy", "accuracy")))  # fmt: skip
+
+
+def gather(results: Results | None, comparisons: Sequence[Comparison] = ()) -> View:
+    """What ``results`` (its ``runs``, each with settings, history and records) has to show."""
+    runs = list(results.runs) if results is not None else []
+    settings = [run.settings.values() for run in runs]
+    axes, follows = telling(settings)
+    configs = configurations(runs, settings, axes)
+    columns = scalar_columns(configs)
+    return View(
+        configs=configs,
+        axes=axes,
+        common={
+            k: v for k, v in (settings[0] if settings else {}).items() if same(s.get(k) for s in settings)
+        },
+        follows={k: {c.label: c.runs[0].settings.values().get(k) for c in configs} for k in follows},
+        columns=columns,
+        curves=[*measured_curves(configs), *curves_of_columns(columns), *severity_curves(configs)],
+        heat_maps=heat_maps(configs),
+        corruptions=corruption_columns(configs),
+        samples=samples(configs),
+        courses=courses(configs),
+        importance=importances(configs),
+        grid_lines=grid_lines(configs, axes, columns),
+        grid_maps=grid_maps(configs, axes, columns),
+        comparisons=list(comparisons),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+
+def same(values: Iterable[Any]) -> bool:
+    return len({repr(v) for v in values}) <= 1
+
+
+def telling(settings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Any]], list[str]]:
+    """The settings that tell runs apart, the seed left out, and those that merely follow from them.
+
+    A learning rate chosen by the norm follows from it: naming both would make labels long and say nothing more.
+    """
+    names = dict.fromkeys([*FIRST, *(k for s in settings for k in s)])
+    varying = [k for k in names if k != "seed" and not same(s.get(k) for s in settings)]
+    axes: dict[str, list[Any]] = {}
+    follows: list[str] = []
+    for name in varying:
+        known = {tuple(repr(s.get(k)) for k in axes) for s in settings}
+        split = {tuple(repr(s.get(k)) for k in (*axes, name)) for s in settings}
+        if len(split) > len(known):
+            axes[name] = list({repr(s.get(name)): s.get(name) for s in settings}.values())
+        else:
+            follows.append(name)
+    return axes, follows
+
+
+def configurations(
+    runs: Sequence[Run], settings: Sequence[Mapping[str, Any]], axes: Mapping[str, Any]
+) -> list[Config]:
+    grouped: dict[tuple[str, ...], list[int]] = {}
+    for i, s in enumerate(settings):
+        grouped.setdefault(tuple(repr(s.get(k)) for k in axes), []).append(i)
+    norms = look_of_norms(dict.fromkeys(str(s.get("norm", "")) for s in settings))
+    others = list(dict.fromkeys(key[1:] if "norm" in axes else key for key in grouped))
+    configs = []
+    for key, members in grouped.items():
+        s = settings[members[0]]
+        norm = str(s.get("norm", ""))
+        values = {k: s.get(k) for k in axes}
+        dash = others.index(key[1:] if "norm" in axes else key)
+        configs.append(
+            Config(label_of(values, s), norm, values, [runs[i] for i in members], Look(norms[norm], dash))
+        )
+    return configs
+
+
+def label_of(values: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """``batch``, ``batch, batch size 32``: the norm says itself, the others say their name."""
+    if not values:
+        return str(settings.get("norm", "all runs"))
+    return ", ".join(str(v) if k in FIRST else f"{words_of(k)} {number(v)}" for k, v in values.items())
+
+
+def words_of(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------ records
+
+
+def records(config: Config) -> list[list[Mapping[str, Any]]]:
+    """The records of each run."""
+    return [list(run.records) for run in config.runs]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def collect(configs: Sequence[Config], key: str) -> dict[str, dict[str, list[Any]]]:
+    """measurement -> label -> the value of ``key`` in each run that has it, in the order of first appearance."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for config in configs:
+        for run in records(config):
+            for record in run:
+                if record.get(key) is not None:
+                    title = str(record.get("measurement", key))
+                    found.setdefault(title, {}).setdefault(config.label, []).append(record[key])
+    return found
+
+
+def scalar_columns(configs: Sequence[Config]) -> list[Column]:
+    columns = [
+        Column(title, "%", True, {label: cell([float(v) for v in values]) for label, values in by.items()})
+        for title, by in collect(configs, "accuracy").items()
+    ]
+    for title, by in collect(configs, "scalars").items():
+        names = dict.fromkeys(name for values in by.values() for v in values for name in v)
+        for name in names:
+            cells = {
+                label: cell([float(v[name]) for v in values if name in v]) for label, values in by.items()
+            }
+            full = name if title in name else f"{title} {name}"
+            columns.append(Column(full, "", not lower(name), {k: c for k, c in cells.items() if c.n}))
+    return columns
+
+
+def lower(name: str) -> bool:
+    return any(word in LOWER_IS_BETTER for word in re.split(r"\W+", name.lower()))
+
+
+def kind_of(text: str) -> str:
+    return next((kind for word, kind in KINDS if word in text.lower()), "other")
+
+
+def series_of(curves: Sequence[Mapping[str, Any]]) -> Series:
+    """The mean over runs at each x that occurs."""
+    at: dict[float, list[float]] = {}
+    for curve in curves:
+        for x, y in zip(curve["x"], curve["y"], strict=True):
+            at.setdefault(float(x), []).append(float(y))
+    return Series(sorted(at), [cell(at[x]) for x in sorted(at)])
+
+
+def measured_curves(configs: Sequence[Config]) -> list[Curve]:
+    curves = []
+    for title, by in collect(configs, "curve").items():
+        first = next(iter(by.values()))[0]
+        x_label, y_label = str(first.get("x_label", "")), str(first.get("y_label", "accuracy (%)"))
+        series = {label: series_of(found) for label, found in by.items()}
+        curves.append(Curve(title, kind_of(f"{x_label} {title}"), x_label, y_label, series))
+    return curves
+
+
+def value_of(text: str) -> float:
+    top, _, bottom = text.partition("/")
+    return float(top) / float(bottom or 1)
+
+
+def curves_of_columns(columns: Sequence[Column]) -> list[Curve]:
+    """Measurements whose names differ in one number only are points of a curve, which begins at the clean accuracy."""
+    groups: dict[tuple[str, str], dict[float, Column]] = {}
+    for column in columns:
+        for match in PARAMETER.finditer(column.title):
+            start, end = match.span(2)
+            template = f"{column.title[:start]}\N{HORIZONTAL ELLIPSIS}{column.title[end:]}"
+            groups.setdefault((template, match[1]), {})[value_of(match[2])] = column
+    clean = next((c for c in columns if c.title.lower() == "clean"), None)
+    curves = []
+    for (template, name), points in groups.items():
+        if len(points) < 2:
+            continue
+        kind = kind_of(name)
+        if clean and kind in ("epsilon", "noise", "severity"):
+            points = {0.0: clean, **points}
+        labels = dict.fromkeys(label for c in points.values() for label in c.cells)
+        series = {}
+        for label in labels:
+            xs = sorted(x for x, c in points.items() if label in c.cells)
+            series[label] = Series(xs, [points[x].cells[label] for x in xs])
+        x_label = {"eps": "epsilon", "std": "standard deviation"}.get(name, name)
+        units = next((u for u in ("standardised", "pixels") if u in template), "")
+        curves.append(
+            Curve(template, kind, f"{x_label} ({units})" if units else x_label, "accuracy (%)", series)
+        )
+    return curves
+
+
+# -------------------------------------------------------------------------------------------------- corruptions
+
+
+def corruption_columns(configs: Sequence[Config]) -> list[Column]:
+    """One column a corruption: the mean over its severities, then over seeds."""
+    found = merged_corruptions(configs)
+    names = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
+    return [
+        Column(name, "%", True, {
+            label: cell([sum(run[name]) / len(run[name]) for run in runs if name in run])
+            for label, runs in found.items() if any(name in run for run in runs)
+        })
+        for name in names
+    ]  # fmt: skip
+
+
+def merged_corruptions(configs: Sequence[Config]) -> dict[str, list[dict[str, list[float]]]]:
+    """label -> for each run, corruption -> accuracy by severity."""
+    merged = {}
+    for config in configs:
+        runs = [
+            {str(k): [float(a) for a in v] for r in run for k, v in (r.get("corruptions") or {}).items()}
+            for run in records(config)
+        ]
+        if any(runs):
+            merged[config.label] = [run for run in runs if run]
+    return merged
+
+
+def severity_curves(configs: Sequence[Config]) -> list[Curve]:
+    found = merged_corruptions(configs)
+    clean = {
+        config.label: [
+            r["accuracy"] for run in records(config) for r in run if r.get("measurement") == "clean"
+        ]
+        for config in configs
+    }
+    series = {}
+    for label, runs in found.items():
+        steps = min(len(v) for run in runs for v in run.values())
+        cells = [cell([sum(v[s] for v in run.values()) / len(run) for run in runs]) for s in range(steps)]
+        xs = [float(s + 1) for s in range(steps)]
+        if clean.get(label):
+            xs, cells = [0.0, *xs], [cell(clean[label]), *cells]
+        if steps > 1:
+            series[label] = Series(xs, cells)
+    count = len({name for runs in found.values() for run in runs for name in run})
+    title = f"mean over {count} corruptions" if count > 1 else "one corruption"
+    return [Curve(title, "severity", "severity (0 is clean)", "accuracy (%)", series)] if series else []
+
+
+# ------------------------------------------------------------------------------------------------------ pictures
+
+
+def heat_maps(configs: Sequence[Config]) -> list[HeatMap]:
+    maps = []
+    for title, by in collect(configs, "grid").items():
+        first = next(iter(by.values()))[0]
+        named = first if isinstance(first, Mapping) else {}
+        grids = {
+            label: mean_grid([g["values"] if isinstance(g, Mapping) else g for g in found])
+            for label, found in by.items()
+        }
+        maps.append(HeatMap(title, str(named.get("x_label", "")), str(named.get("y_label", "")), grids))
+    return maps
+
+
+def mean_grid(grids: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    return [[sum(v) / len(v) for v in zip(*rows, strict=True)] for rows in zip(*grids, strict=True)]
+
+
+def samples(configs: Sequence[Config]) -> list[Samples]:
+    shown = []
+    for title, by in collect(configs, "samples").items():
+        first = next(iter(by.values()))[0]
+        after = {}
+        for label, found in by.items():
+            s = found[0]
+            pictures = png(s["after"], s["shape"])
+            after[label] = list(
+                zip(pictures, map(str, s["before_class"]), map(str, s["after_class"]), strict=True)
+            )
+        before = png(first["before"], first["shape"])
+        shown.append(Samples(title, before, [str(c) for c in first["label"]], after))
+    return shown
+
+
+def png(encoded: str, shape: Sequence[int]) -> list[bytes]:
+    """The images [k, C, H, W] of a base64 string of bytes, each as a PNG file."""
+    import numpy as np
+    from PIL import Image  # comes with matplotlib
+
+    images = np.frombuffer(base64.b64decode(encoded), np.uint8).reshape(shape)
+    files = []
+    for image in images:
+        buffer = io.BytesIO()
+        pixels = image[0] if image.shape[0] == 1 else image.transpose(1, 2, 0)
+        Image.fromarray(pixels).save(buffer, "png", optimize=True)
+        files.append(buffer.getvalue())
+    return files
+
+
+# ------------------------------------------------------------------------------------------------------ training
+
+
+def courses(configs: Sequence[Config]) -> list[Course]:
+    found = []
+    for config in configs:
+        lines = {}
+        for words, keys in QUANTITIES:
+            seeds = []
+            for run in config.runs:
+                logged = [(h["epoch"], h[k]) for h in run.history for k in keys if is_number(h.get(k))]
+                if logged:
+                    seeds.append(([float(e) for e, _ in logged], [float(y) for _, y in logged]))
+            if seeds:
+                lines[words] = seeds
+        if lines:
+            found.append(Course(config.label, lines))
+    return found
+
+
+Weights = Mapping[str, Mapping[str, Sequence[float]]]  # layer -> pool -> (mean, variance)
+
+
+def importances(configs: Sequence[Config]) -> list[Importance]:
+    found = []
+    for config in configs:
+        final = [r["importance"] for run in records(config) for r in run if r.get("importance")]
+        logged = [
+            [(float(h["epoch"]), h["importance"]) for h in run.history if h.get("importance")]
+            for run in config.runs
+        ]
+        if not final:
+            final = [log[-1][1] for log in logged if log]
+        if not final:
+            continue
+        layers = list(final[0])
+        pools = list(dict.fromkeys(p for layer in final[0].values() for p in layer))
+        sides = [
+            {p: [average(w[layer].get(p, (0, 0))[side] for w in final) for layer in layers] for p in pools}
+            for side in (0, 1)
+        ]
+        found.append(Importance(config.label, layers, sides[0], sides[1], over_training(logged, pools)))
+    return found
+
+
+def over_training(
+    logged: Sequence[Sequence[tuple[float, Weights]]], pools: Sequence[str]
+) -> dict[str, tuple[list[float], list[float], list[float]]]:
+    """Mean over layers and seeds at each logged epoch."""
+    epochs = sorted({epoch for log in logged for epoch, _ in log})
+    if len(epochs) < 2:
+        return {}
+    course = {}
+    for pool in pools:
+        sides = [
+            [
+                average(
+                    layer.get(pool, (0, 0))[side]
+                    for log in logged
+                    for e, w in log
+                    if e == epoch
+                    for layer in w.values()
+                )
+                for epoch in epochs
+            ]
+            for side in (0, 1)
+        ]
+        course[pool] = (epochs, *sides)
+    return course
+
+
+def average(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+# --------------------------------------------------------------------------------------------------------- grids
+
+
+def numeric(values: Iterable[Any]) -> bool:
+    return all(is_number(v) and math.isfinite(v) for v in values)
+
+
+def grid_lines(
+    configs: Sequence[Config], axes: Mapping[str, list[Any]], columns: Sequence[Column]
+) -> list[GridLine]:
+    """Each measurement against each numeric axis; the configurations that share all else are one line."""
+    lines = []
+    for axis, values in axes.items():
+        if len(values) < 2 or not numeric(values):
+            continue
+        groups: dict[str, list[Config]] = {}
+        for config in configs:
+            rest = {k: v for k, v in config.values.items() if k != axis}
+            groups.setdefault(label_of(rest, {"norm": config.norm}), []).append(config)
+        dashes = list(
+            dict.fromkeys(
+                tuple(repr(v) for k, v in g[0].values.items() if k not in (axis, "norm"))
+                for g in groups.values()
+            )
+        )
+        for column in columns:
+            series = {}
+            for label, members in groups.items():
+                points = sorted(
+                    (float(c.values[axis]), column.cells[c.label]) for c in members if c.label in column.cells
+                )
+                dash = dashes.index(
+                    tuple(repr(v) for k, v in members[0].values.items() if k not in (axis, "norm"))
+                )
+                if points:
+                    look = Look(members[0].look.colour, dash)
+                    series[label] = (look, Series([x for x, _ in points], [c for _, c in points]))
+            if series:
+                lines.append(GridLine(column.title, column.unit, words_of(axis), series))
+    return lines
+
+
+def grid_maps(
+    configs: Sequence[Config], axes: Mapping[str, list[Any]], columns: Sequence[Column]
+) -> list[GridMap]:
+    """Two axes span the map, numeric ones first; what remains makes one map each."""
+    wide = [k for k, v in axes.items() if len(v) > 1]
+    if len(wide) < 2:
+        return []
+    first, second = sorted(wide, key=lambda k: (not numeric(axes[k]), -len(axes[k])))[:2]
+    across, down = (first, second)
+    rest = [k for k in wide if k not in (across, down)]
+    ordered = {k: sorted(v) if numeric(v) else list(v) for k, v in axes.items()}
+    maps = []
+    for column in columns:
+        for chosen in product(*(ordered[k] for k in rest)):
+            here = dict(zip(rest, chosen, strict=True))
+            cells: dict[tuple[Any, Any], Cell] = {
+                (c.values[down], c.values[across]): column.cells[c.label]
+                for c in configs
+                if all(c.values[k] == v for k, v in here.items()) and c.label in column.cells
+            }
+            if cells:
+                panel = label_of(here, {}) if here else ""
+                maps.append(
+                    GridMap(
+                        column.title,
+                        panel,
+                        words_of(down),
+                        words_of(across),
+                        ordered[down],
+                        ordered[across],
+                        cells,
+                    )
+                )
+    return maps

@@ -1,0 +1,364 @@
+"""The HTML page: what the view has, drawn and laid out. Sections with nothing to show are left out."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import figures as draw
+from .gather import gather, number, words_of
+from .palette import COLOURS
+from .view import Cell, Comparison, ComparisonRow, Config, Curve, View
+from .words import decimals, reading, show, signed
+
+if TYPE_CHECKING:
+    from ..study import Results
+
+__all__ = ["render"]
+
+HERE = Path(__file__).parent
+LIMIT = 24  # configurations whose own curves and samples are shown; a grid of hundreds would make a page nobody opens
+SECTIONS = (("robustness", "Attacks, noise and corruptions", ("epsilon", "noise", "severity")),
+            ("frequency", "Frequencies", ("bandwidth",)), ("other", "Other curves", ("other",)))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block:
+    """Curves of one kind, and whatever else stands in their section."""
+
+    id: str
+    name: str
+    drawings: list[tuple[Curve, Any]]
+
+
+def render(
+    results: Results | None,
+    *,
+    comparisons: Sequence[Comparison] = (),
+    figures: Sequence[str | Path] = (),
+    title: str = "",
+    command: str = "",
+) -> str:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    from ... import __version__
+
+    def safe(text: str) -> Markup:  # the drawings escape their own text
+        return Markup(text)
+
+    view = gather(results, comparisons)
+    configs = {c.label: c for c in view.configs}
+    heat_maps = [heat_map_block(m, safe) for m in view.heat_maps]
+    blocks = curve_blocks(view, configs, safe)
+    repeated = any(n > 1 for n in view.seeds)
+    values = {
+        "view": view,
+        "title": title or title_of(view),
+        "asked": asked(view, results),
+        "reading": reading(view),
+        "repeated": repeated,
+        "uneven": len({c.n for column in view.columns for c in column.cells.values()}) > 1,
+        "headline_caption": headline_caption(view),
+        "error_note": error_note(view),
+        "glance": glance(view, safe),
+        "comparisons": [(c, safe(draw.comparison(c)) if drawable(c) else "") for c in comparisons],
+        "pictures": [picture(Path(f)) for f in figures],
+        "curve_blocks": blocks,
+        "heat_maps": heat_maps,
+        "grid_lines": grid_line_blocks(view, safe),
+        "grid_maps": grid_map_blocks(view, safe),
+        "overviews": overviews(view, configs, safe),
+        "courses": course_blocks(view, configs, safe),
+        "importance": importance_block(view, safe),
+        "command": command or command_of(results),
+        "toml": toml_of(results),
+        "facts": facts(view, results),
+        "version": __version__,
+        "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "limit": LIMIT,
+        "swatch": lambda look, line=True: safe(draw.swatch(look, line=line)),
+        "show": show,
+        "signed": signed,
+        "places": places,
+        "decimals": decimals,
+        "across": across,
+        "paper": lambda r: number_or_dash(r.paper, r.paper_error),
+        "ours": lambda r: show(Cell(r.mean, r.error, r.n), places(r)),
+        "uri": lambda data: "data:image/png;base64," + base64.b64encode(data).decode(),
+        "value": value_text,
+        "style": safe(style()),
+        "script": safe((HERE / "page.js").read_text()),
+    }
+    values["sections"] = sections(values)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string((HERE / "page.html").read_text()).render(values)
+
+
+def style() -> str:
+    """The style sheet with the palette of both schemes."""
+    sheet = (HERE / "page.css").read_text()
+    for scheme in ("light", "dark"):
+        colours = " ".join(f"--c{i}: {getattr(c, scheme)};" for i, c in enumerate(COLOURS))
+        sheet = sheet.replace(f"{{{{ {scheme} }}}}", colours)
+    return sheet
+
+
+def sections(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the page has, for its table of contents."""
+    there = [("result", "Result")]
+    if values["comparisons"] or values["pictures"]:
+        there.append(("paper", "Beside the paper"))
+    there += [(b.id, b.name) for b in values["curve_blocks"]]
+    for id_, name, shown in (
+        ("grid", "Over the grid", values["grid_lines"] or values["grid_maps"]),
+        ("samples", "Sample images", values["view"].samples),
+        ("learning", "Learning curves", values["overviews"]),
+        ("importance", "Importance weights", values["importance"]),
+    ):
+        if shown:
+            there.append((id_, name))
+    return [*there, ("repeat", "How to repeat it")]
+
+
+# ------------------------------------------------------------------------------------------------------------ words
+
+
+def title_of(view: View) -> str:
+    if not view.configs:
+        return "Report"
+    model, data = view.common.get("model"), view.common.get("data")
+    where = f"{model} on {data}" if model and data else str(model or data or "")
+    what = "normalizers compared" if "norm" in view.axes else "results"
+    return f"{where}: {what}" if where else what.capitalize()
+
+
+def asked(view: View, results: Results | None) -> str:
+    """What was asked, in a sentence."""
+    if not view.configs:
+        return ""
+    axes = [
+        f"{words_of(k)} {', '.join(number(v) for v in values)}"
+        for k, values in view.axes.items()
+        if k != "norm"
+    ]
+    norms = view.axes.get("norm")
+    parts = [
+        f"Normalizers {', '.join(map(str, norms))}" if norms else f"Normalizer {view.configs[0].norm}",
+        *axes,
+    ]
+    epochs = view.common.get("epochs")
+    runs = sum(len(c.runs) for c in view.configs)
+    parts.append(
+        f"{runs} run{'s' * (runs > 1)}" + (f" of {epochs} epoch{'s' * (epochs != 1)}" if epochs else "")
+    )
+    return "; ".join(parts) + "."
+
+
+def headline_caption(view: View) -> str:
+    spread = "mean ± standard error over n seeds" if any(n > 1 for n in view.seeds) else "one run each"
+    return f"Every measurement, {spread}"
+
+
+def error_note(view: View) -> str:
+    counts = sorted(
+        {r["n"] for c in view.configs for run in c.runs for r in run.records if isinstance(r.get("n"), int)}
+    )
+    images = "" if not counts else f"Measured on {counts[0]:,} test images" if len(counts) == 1 else \
+        f"Measured on {counts[0]:,} to {counts[-1]:,} test images"  # fmt: skip
+    return f"{images}." if images else ""
+
+
+def places(row: ComparisonRow) -> int:
+    return 2 if abs(row.mean) < 10 or (row.error is not None and row.error < 0.1) else 1
+
+
+def number_or_dash(mean: float | None, error: float | None) -> str:
+    if mean is None:
+        return "\N{EN DASH}"
+    return f"{mean:g}" + (f" ± {error:g}" if error is not None else "")
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} = {v}" for k, v in value.items()) or "none"
+    return number(value)
+
+
+# ------------------------------------------------------------------------------------------------------ repetition
+
+
+def folder_of(results: Results | None) -> Path | None:
+    folder = getattr(getattr(results, "study", None), "folder", None)
+    return Path(folder) if folder else None
+
+
+def toml_of(results: Results | None) -> str:
+    folder = folder_of(results)
+    file = folder / "study.toml" if folder else None
+    return file.read_text() if file and file.is_file() else ""
+
+
+def command_of(results: Results | None) -> str:
+    folder = folder_of(results)
+    if not folder or not (folder / "study.toml").is_file():
+        return ""
+    return f"normlab compare --config {shlex.quote(str(folder / 'study.toml'))} --out NEW-FOLDER"
+
+
+def facts(view: View, results: Results | None) -> list[tuple[str, str]]:
+    """Versions, machine and time, as the records have them; several where runs were made on several."""
+    found: dict[str, dict[str, None]] = {}
+    measuring = 0.0
+    for config in view.configs:
+        for run in config.runs:
+            for record in run.records:
+                measuring += record.get("seconds") or 0.0
+                for name, version in (record.get("versions") or {}).items():
+                    found.setdefault(name, {})[str(version)] = None
+                if record.get("device"):
+                    found.setdefault("device", {})[str(record["device"])] = None
+    training = sum(h.get("seconds") or 0.0 for c in view.configs for run in c.runs for h in run.history)
+    rows = [(name.replace("_", " "), "; ".join(values)) for name, values in found.items()]
+    if training:
+        rows.append(("training, all runs", duration(training)))
+    if measuring:
+        rows.append(("measuring, all runs", duration(measuring)))
+    folder = folder_of(results)
+    if folder:
+        rows.append(("folder", str(folder)))
+    return rows
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(7.26), duration(75), duration(7500)
+    ('7.3 s', '1 min 15 s', '2 h 5 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+# -------------------------------------------------------------------------------------------------------- drawings
+
+
+def glance(view: View, safe: Any) -> str:
+    """Only where it says more than the table: several configurations, few enough to tell apart."""
+    columns = [c for c in view.columns if c.unit == "%"]
+    few = 2 <= len(view.configs) <= 10 and 2 <= len(columns) <= 16
+    return safe(draw.glance(columns, view.configs)) if few else ""
+
+
+def curve_blocks(view: View, configs: dict[str, Config], safe: Any) -> list[Block]:
+    blocks = []
+    for id_, name, kinds in SECTIONS:
+        curves = sorted((c for c in view.curves if c.kind in kinds), key=lambda c: kinds.index(c.kind))
+        drawings = [(c, safe(draw.curve(c, configs))) for c in curves]
+        extra = (id_ == "robustness" and view.corruptions) or (id_ == "frequency" and view.heat_maps)
+        if drawings or extra:
+            blocks.append(Block(id_, name, drawings))
+    return blocks
+
+
+def across(curve: Curve) -> list[tuple[float, list[Cell | None]]]:
+    """A curve as the rows of a table."""
+    points = {label: dict(zip(s.x, s.cells, strict=True)) for label, s in curve.series.items()}
+    xs = sorted({x for by in points.values() for x in by})
+    return [(x, [by.get(x) for by in points.values()]) for x in xs]
+
+
+def heat_map_block(found: Any, safe: Any) -> tuple[Any, str, list[tuple[str, str]]]:
+    scale = draw.scale_of(found.maps)
+    drawings = [(k, safe(draw.heat_map(v, scale, k, found))) for k, v in found.maps.items()]
+    return found, safe(draw.colour_bar(scale, "error (%), one scale for all maps")), drawings
+
+
+def grid_line_blocks(view: View, safe: Any) -> list[tuple[str, list[Any], list[tuple[str, str]]]]:
+    axes = dict.fromkeys(g.x_label for g in view.grid_lines)
+    blocks = []
+    for axis in axes:
+        here = [g for g in view.grid_lines if g.x_label == axis]
+        keys = {label: look for g in here for label, (look, _) in g.series.items()}
+        blocks.append((axis, list(keys.items()), [(g.title, safe(draw.grid_line(g))) for g in here]))
+    return blocks
+
+
+def grid_map_blocks(view: View, safe: Any) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    blocks = []
+    for title in dict.fromkeys(g.title for g in view.grid_maps):
+        here = [g for g in view.grid_maps if g.title == title]
+        means = {g.panel: [[c.mean for c in g.cells.values()]] for g in here}
+        scale = draw.scale_of(means)
+        unit = next(c.unit for c in view.columns if c.title == title)
+        bar = safe(draw.colour_bar(scale, "accuracy (%)" if unit == "%" else title))
+        blocks.append(
+            (
+                title,
+                bar,
+                [
+                    (g.panel or f"{g.row_name} by {g.column_name}", safe(draw.grid_map(g, scale)))
+                    for g in here
+                ],
+            )
+        )
+    return blocks
+
+
+def overviews(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[str, str]]:
+    looks = {k: c.look for k, c in configs.items()}
+    quantities = dict.fromkeys(q for c in view.courses for q in c.lines)
+    return [(q, safe(draw.overview(view.courses, looks, q))) for q in quantities]
+
+
+def course_blocks(
+    view: View, configs: dict[str, Config], safe: Any
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    blocks = []
+    for quantity in ("accuracy", "loss"):
+        limits = draw.course_limits(view.courses, quantity)
+        here = [c for c in view.courses[:LIMIT] if any(q.endswith(quantity) for q in c.lines)]
+        drawings = [(c.label, safe(draw.course(c, configs[c.label].look, quantity, limits))) for c in here]
+        if drawings:
+            blocks.append((quantity, drawings))
+    return blocks
+
+
+def importance_block(view: View, safe: Any) -> list[tuple[str, str]]:
+    drawings = []
+    for found in view.importance[:LIMIT]:
+        drawings.append((f"{found.label}, by layer", safe(draw.importance(found))))
+        if found.course:
+            drawings.append((f"{found.label}, over training", safe(draw.importance_course(found))))
+    return drawings
+
+
+def drawable(found: Comparison) -> bool:
+    """A table of a few dozen figures is a picture; a longer one is not."""
+    return 2 <= sum(r.paper is not None for r in found.rows) <= 40
+
+
+def picture(path: Path) -> tuple[str, str]:
+    """A picture file inside the page: its name and its address."""
+    from ..errors import LabError
+
+    kinds = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
+    if path.suffix.lower() not in kinds:
+        raise LabError(
+            f"{path} is no picture that a page can hold; expected a name that ends in {', '.join(kinds)}."
+        )
+    return path.stem.replace(
+        "_", " "
+    ), f"data:{kinds[path.suffix.lower()]};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -1,0 +1,131 @@
+"""The headline table for the terminal, and as Markdown and CSV: the numbers of the page."""
+
+from __future__ import annotations
+
+import csv as csv_
+import io
+from typing import TYPE_CHECKING
+
+from .gather import gather, number, words_of
+from .view import Column, View
+from .words import decimals, reading, show
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..study import Results
+
+__all__ = ["csv", "markdown", "sentences", "table"]
+
+BEST, NEAR = "●", "○"
+
+
+def table(results: Results | None, width: int = 80) -> Table:
+    """Configurations against measurements, the best of each measurement green, those close to it marked.
+
+    One row a configuration where that fits into ``width`` characters, else one row a measurement: long names of
+    measurements then have a column to themselves.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    view = gather(results)
+    shown = Table(box=box.SIMPLE_HEAD, caption=legend(view), caption_justify="left", pad_edge=False)
+    names = max((len(c.label) for c in view.configs), default=0)
+    wide = names + sum(max(14, len(heading(c)) // 2 + 3) for c in view.columns) + 4 <= width
+    turned = not wide and len(view.configs) < len(view.columns)
+    rows = [heading(c) for c in view.columns] if turned else [c.label for c in view.configs]
+    columns = [c.label for c in view.configs] if turned else [heading(c) for c in view.columns]
+    shown.add_column("measurement" if turned else "configuration", overflow="fold", min_width=12)
+    for name in columns:
+        shown.add_column(Text(name), justify="right", no_wrap=False, min_width=13, overflow="fold")
+    if not turned:
+        shown.add_column("n", justify="right")
+    for i, name in enumerate(rows):
+        cells = []
+        for j in range(len(columns)):
+            column, config = (
+                (view.columns[i], view.configs[j]) if turned else (view.columns[j], view.configs[i])
+            )
+            style = (
+                "bold green"
+                if column.best == config.label
+                else "green"
+                if config.label in column.near
+                else ""
+            )
+            cells.append(Text(entry(column, config.label), style=style, no_wrap=True))
+        last = [] if turned else [str(len(view.configs[i].runs))]
+        shown.add_row(Text(name), *cells, *last)  # Text: brackets in a label are no markup
+    if turned:
+        shown.add_row("n", *(Text(f"{len(c.runs)}  ") for c in view.configs), style="dim")
+    return shown
+
+
+def markdown(results: Results | None) -> str:
+    """The same table for a README or an issue; the best of each column is bold."""
+    view = gather(results)
+    head = ["configuration", *map(heading, view.columns), "n"]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for config in view.configs:
+        cells = []
+        for column in view.columns:
+            text = entry(column, config.label, marks=False)
+            best, near = config.label == column.best, config.label in column.near
+            cells.append(f"**{text}**" if best else f"{text} {NEAR}" if near else text)
+        rows.append([config.label, *cells, str(len(config.runs))])
+    lines = ["| " + " | ".join(map(cell_text, row)) + " |" for row in rows]
+    return "\n".join([*lines, "", f"{legend(view, bold=True)}", ""])
+
+
+def csv(results: Results | None) -> str:
+    """One line a configuration and measurement, in full precision, for another program."""
+    view = gather(results)
+    text = io.StringIO()
+    writer = csv_.writer(text, lineterminator="\n")
+    writer.writerow(["configuration", *view.axes, "measurement", "unit", "n", "mean", "standard_error"])
+    for config in view.configs:
+        for column in view.columns:
+            c = column.cells.get(config.label)
+            if c:
+                values = [number(v) for v in config.values.values()]
+                error = "" if c.error is None else repr(c.error)
+                writer.writerow([config.label, *values, column.title, column.unit, c.n, repr(c.mean), error])
+    return text.getvalue()
+
+
+def sentences(results: Results | None) -> str:
+    """The reading of the result, as on the page."""
+    return " ".join(reading(gather(results)))
+
+
+def heading(column: Column) -> str:
+    return (
+        column.title
+        + (f" ({column.unit})" if column.unit else "")
+        + ("" if column.higher else ", lower is better")
+    )
+
+
+def entry(column: Column, label: str, *, marks: bool = True) -> str:
+    c = column.cells.get(label)
+    if c is None:
+        return "\N{EN DASH}"
+    mark = BEST if label == column.best else NEAR if label in column.near else " "
+    return show(c, decimals(list(column.cells.values()))) + (f" {mark}" if marks else "")
+
+
+def cell_text(text: str) -> str:
+    """Markdown that reads as the text: a bar would end the cell, an angle bracket might open a tag."""
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def legend(view: View, *, bold: bool = False) -> str:
+    repeated = any(n > 1 for n in view.seeds)
+    spread = "mean ± standard error over n seeds" if repeated else "one run each, so no standard error"
+    along = f" along {', '.join(map(words_of, view.axes))}" if view.axes else ""
+    if len(view.configs) < 2:
+        return f"{spread}."
+    near = f", {NEAR} within one standard error of it" if repeated else ""
+    return f"{spread}{along}; {'bold' if bold else BEST} best{near}."

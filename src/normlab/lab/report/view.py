@@ -1,0 +1,258 @@
+"""What a report shows, as plain values: runs grouped into configurations, records into columns, curves and grids.
+
+Nothing here draws. The page, the terminal table, Markdown and CSV are four renderings of one :class:`View`, so that
+they cannot disagree about a number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ..study import Run
+
+__all__ = [
+    "Cell",
+    "Column",
+    "Comparison",
+    "ComparisonRow",
+    "Config",
+    "Course",
+    "Curve",
+    "GridLine",
+    "GridMap",
+    "HeatMap",
+    "Importance",
+    "Look",
+    "Samples",
+    "Series",
+    "View",
+    "cell",
+    "gap",
+]
+
+
+# ---------------------------------------------------------------------------------------------------- statistics
+
+
+class Cell(NamedTuple):
+    """A mean over seeds. One seed has no standard error to give."""
+
+    mean: float
+    error: float | None  # standard error of the mean
+    n: int  # seeds
+
+
+def cell(values: Sequence[float]) -> Cell:
+    """
+    >>> cell([90.0, 92.0])
+    Cell(mean=91.0, error=1.0, n=2)
+    """
+    n = len(values)
+    if not all(map(math.isfinite, values)):
+        return Cell(math.nan, None, n)  # a run that diverged is shown, not left out of the mean
+    return Cell(statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n)
+
+
+def gap(a: Cell, b: Cell) -> tuple[float, float | None]:
+    """How far a lies above b, in points and in standard errors of the difference (None where an error is unknown)."""
+    points = a.mean - b.mean
+    if a.error is None or b.error is None:
+        return points, None
+    error = math.hypot(a.error, b.error)
+    return points, (points / error if error else 0.0 if points == 0 else math.copysign(math.inf, points))
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+
+class Look(NamedTuple):
+    """How a configuration is drawn, everywhere: the colour and the marker say the norm, the dash the rest."""
+
+    colour: int  # index into palette.COLOURS
+    dash: int  # index into palette.DASHES
+
+
+@dataclass(frozen=True)
+class Config:
+    """Runs that differ in the seed only."""
+
+    label: str
+    norm: str
+    values: Mapping[str, Any]  # the settings that tell it from the other configurations
+    runs: Sequence[Run]
+    look: Look
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measurement for every configuration."""
+
+    title: str
+    unit: str  # "%" or ""
+    higher: bool  # is better
+    cells: Mapping[str, Cell]  # by label; a configuration that was not measured is absent
+
+    @property
+    def best(self) -> str | None:
+        """The winner; none where fewer than two were measured, or where two share the first place exactly."""
+        ranked = self.ranked()
+        if len(ranked) < 2 or ranked[0][1].mean == ranked[1][1].mean:
+            return None
+        return ranked[0][0]
+
+    @property
+    def near(self) -> frozenset[str]:
+        """Within one standard error (of the difference) of the winner, or level with the others at the top."""
+        ranked = self.ranked()
+        if len(ranked) < 2:
+            return frozenset()
+        (first, top), rest = ranked[0], ranked[1:]
+        close = {k for k, c in rest if c.mean == top.mean or self._within_one(top, c)}
+        return frozenset(close if self.best else close | {first})
+
+    @staticmethod
+    def _within_one(a: Cell, b: Cell) -> bool:
+        errors = gap(a, b)[1]
+        return errors is not None and abs(errors) <= 1
+
+    def ranked(self) -> list[tuple[str, Cell]]:
+        """Best first; cells without a finite mean take no part."""
+        finite = [(k, c) for k, c in self.cells.items() if math.isfinite(c.mean)]
+        return sorted(finite, key=lambda kc: -kc[1].mean if self.higher else kc[1].mean)
+
+
+# ----------------------------------------------------------------------------------------- what can be drawn
+
+
+class Series(NamedTuple):
+    x: list[float]
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy against something, one series a configuration."""
+
+    title: str
+    kind: str  # "epsilon", "noise", "severity", "bandwidth", "other": the section it stands in
+    x_label: str
+    y_label: str
+    series: Mapping[str, Series]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    title: str
+    x_label: str
+    y_label: str
+    maps: Mapping[str, list[list[float]]]  # by label, the mean over seeds
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The same images before and after, and what each configuration (its first seed) takes them for."""
+
+    title: str
+    before: list[bytes]  # PNG
+    truth: list[str]
+    after: Mapping[str, list[tuple[bytes, str, str]]]  # label -> (PNG, class before, class after)
+
+
+@dataclass(frozen=True)
+class Course:
+    """Learning curves of one configuration: each seed's line of each quantity."""
+
+    label: str
+    lines: Mapping[str, list[tuple[list[float], list[float]]]]  # "train loss" -> seeds -> (epochs, values)
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Weights of the pools of switchable layers: by layer at the end, and over training where it was logged."""
+
+    label: str
+    layers: list[str]
+    mean: Mapping[str, list[float]]  # pool -> weight for each layer
+    var: Mapping[str, list[float]]
+    course: Mapping[str, tuple[list[float], list[float], list[float]]]  # pool -> epochs, mean, var
+
+
+@dataclass(frozen=True)
+class GridMap:
+    """A measurement over two settings: rows x columns, for each value of what remains."""
+
+    title: str
+    panel: str
+    row_name: str
+    column_name: str
+    rows: list[Any]
+    columns: list[Any]
+    cells: Mapping[tuple[Any, Any], Cell]
+
+
+@dataclass(frozen=True)
+class GridLine:
+    """A measurement against one numeric setting, one series a combination of the others."""
+
+    title: str
+    unit: str
+    x_label: str
+    series: Mapping[str, tuple[Look, Series]]
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """A published figure and ours. `paper` may be missing where the paper shows a picture without numbers."""
+
+    label: str
+    column: str
+    paper: float | None
+    mean: float
+    error: float | None
+    n: int
+    paper_error: float | None = None
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.paper is None else self.mean - self.paper
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table or figure of a paper beside ours."""
+
+    title: str
+    rows: Sequence[ComparisonRow]
+    note: str = ""  # the scale at which ours ran, and whatever differs
+    unit: str = "%"
+
+
+@dataclass(frozen=True)
+class View:
+    configs: list[Config]
+    axes: dict[str, list[Any]]  # settings that tell configurations apart, and their values
+    common: dict[str, Any]  # settings that all runs share
+    follows: dict[str, dict[str, Any]]  # settings that differ because of an axis: name -> label -> value
+    columns: list[Column]
+    curves: list[Curve]
+    heat_maps: list[HeatMap]
+    corruptions: list[Column]  # one a corruption, mean over severities
+    samples: list[Samples]
+    courses: list[Course]
+    importance: list[Importance]
+    grid_lines: list[GridLine]
+    grid_maps: list[GridMap]
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    def config(self, label: str) -> Config:
+        return next(c for c in self.configs if c.label == label)
+
+    @property
+    def seeds(self) -> list[int]:
+        """The number of runs of each configuration, without repeats."""
+        return sorted({len(c.runs) for c in self.configs})
