@@ -29,7 +29,7 @@ from .errors import LabError
 from .recipes import Batch, Context, Phase, Recipe
 from .recipes import recipe as recipe_by_name
 from .seeds import derive, generator
-from .store import append_line, load_checkpoint, read_lines, save_checkpoint, write_lines
+from .store import append_line, finite, load_checkpoint, read_lines, save_checkpoint, write_lines
 
 if TYPE_CHECKING:
     from .data import Data
@@ -165,7 +165,7 @@ class _Trainer:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         line |= {"lr": lr, "seconds": round(time.perf_counter() - start, 4)}
-        return line | ({"importance": importance} if importance else {})
+        return finite(line | ({"importance": importance} if importance else {}))  # as the log will have it
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
         """Every training image once, in an order of this epoch; pixels are still bytes."""
@@ -276,7 +276,8 @@ class _Trainer:
         not on the disk yet is the state's own; resume() puts both right.
         """
         line, settings = history.epochs[-1], self.ctx.settings
-        score = line.get(self.recipe.score, -math.inf)
+        score = line.get(self.recipe.score)
+        score = -math.inf if score is None else score  # a run that diverged
         better = score > self.best_score if settings.best == "test" else line["epoch"] == settings.epochs
         if better:
             self.best_score, self.best_epoch = score, line["epoch"]

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .._text import nearest, words
+from .._text import nearest
 from . import toml
 from .errors import LabError
 
@@ -231,7 +231,7 @@ def _checked(spec: Any, value: Any) -> Any:
         raise LabError(f"{name} must be {known}; got {value!r}.")
     choices, limits = spec.metadata.get("choices"), spec.metadata.get("range")
     if choices and value not in choices:
-        raise LabError(f"{name} cannot be {value!r}; expected {words(choices[:-1])} or {choices[-1]}.")
+        raise LabError(f"{name} cannot be {value!r}; expected {', '.join(choices[:-1])} or {choices[-1]}.")
     if limits:
         low, high, above = limits
         if not (low < value if above else low <= value) or not value <= high or value == float("inf"):

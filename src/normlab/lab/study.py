@@ -353,10 +353,8 @@ def read_results(folder: str | Path) -> Results:
     return Results(study, runs)
 
 
-def load_model(
-    checkpoint: str | Path, *, device: torch.device | str = "cpu"
-) -> tuple[Classifier, Settings, dict[str, Any]]:
-    """The model of a checkpoint that the loop wrote, its settings, and what else the file tells.
+def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") -> tuple[Classifier, Settings]:
+    """The model of a checkpoint that the loop wrote, in evaluation mode, and its settings.
 
     A folder stands for the kept weights in it. Of a state to go on from, the weights that would be tested are taken.
     """
@@ -365,16 +363,17 @@ def load_model(
     tensors, meta = load_checkpoint(path, device=device)
     if "settings" not in meta or "data" not in meta:
         raise LabError(f"{path} has weights but does not say of which network; it was not written by normlab. "
-                       "Give the network: --model, --norm and --data, or --module package.module:function.")  # fmt: skip
+                       "Say which: --model, --norm and --data, or --module package.module:function.")  # fmt: skip
     settings = Settings.from_values(meta["settings"], source=str(path))
     for prefix in ("averaged.", "model.") if meta.get("kind") == "state" else ():
         part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if part:
             tensors = part
             break
-    model = build_model(settings, SimpleNamespace(**meta["data"])).to(device)
+    options = tuple((k, v) for k, v in settings.options if k != "weights")  # what it started from
+    model = build_model(replace(settings, options=options), SimpleNamespace(**meta["data"])).to(device)
     load_weights(model, tensors, path)
-    return model.eval(), settings, meta
+    return model.eval(), settings
 
 
 def build_model(settings: Settings, data_like: Any) -> Classifier:
@@ -527,8 +526,8 @@ def _merged(study: Study) -> Study:
 def _along(study: Study, axis: str) -> list[Any]:
     if axis in study.axes:
         return list(study.axes[axis])
-    values = tuple(getattr(study.base, n) for n in _names(axis))
-    return [values if len(values) > 1 else values[0]]
+    values = [getattr(study.base, n) for n in _names(axis)]
+    return [tuple(values)] if len(values) > 1 else values
 
 
 def _differences(old: Settings, new: Settings, leave_out: set[str] | frozenset[str] = frozenset()) -> str:

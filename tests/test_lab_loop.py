@@ -1,0 +1,421 @@
+"""The training loop: its numbers against plain torch, and the same numbers after every interruption."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import normlab
+from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint
+from normlab.lab import loop as loop_module
+from normlab.lab.loop import estimate_statistics, learning_rate
+from normlab.lab.recipes import Phase, Recipe, recipe
+from normlab.lab.recipes.classify import Classify
+from normlab.lab.seeds import generator
+
+TINY = Settings(model="mlp", norm="batch", depth=2, width=8, epochs=3, batch_size=8, lr=0.05)
+
+
+def tiny_data(n=44, side=4, classes=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randint(256, (n + 20, 2, side, side), generator=g, dtype=torch.uint8)
+    y = x.float().mean((1, 2, 3)).argsort().argsort() * classes // (n + 20)  # by brightness: can be learned
+    names = tuple("abc"[:classes])
+    return Data("tiny", Images(x[:n], y[:n]), Images(x[n:], y[n:]), names, (0.5, 0.5), (0.25, 0.25), True, 1)
+
+
+def model_of(settings, data):
+    return build(settings.model, data, settings.norm, seed=settings.seed, **settings.model_options())
+
+
+def trained(settings, data=None, **kw):
+    data = data or tiny_data()
+    model = model_of(settings, data)
+    return model, fit(model, data, settings, **kw)
+
+
+def numbers(history):
+    """All but the clock."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in history.epochs]
+
+
+def same_state(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def plain_torch(settings, data, model):
+    """The same training written out: no blocks, no parts, no averaging, no tensors as learning rates."""
+    x, y = data.train
+    optimizer = torch.optim.SGD(
+        model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay
+    )
+    losses = []
+    for epoch in range(settings.epochs):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * settings.lr * (1 + math.cos(math.pi * epoch / settings.epochs))
+        order = torch.randperm(len(y), generator=generator(settings.seed, "order", epoch))
+        model.train()
+        total = 0.0
+        for chosen in order.split(settings.batch_size):
+            loss = F.cross_entropy(model(x[chosen].float() / 255), y[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(chosen)
+        losses.append(total / len(y))
+    return losses
+
+
+@pytest.mark.parametrize("norm", ["none", "batch", "switchable"])
+def test_the_loop_is_plain_training(norm):
+    settings, data = replace(TINY, norm=norm, augment=False), tiny_data()
+    model, history = trained(settings, data)
+    other = model_of(settings, data)
+    losses = plain_torch(settings, data, other)
+    torch.testing.assert_close(
+        torch.tensor([e["loss"] for e in history.epochs]), torch.tensor(losses), rtol=1e-4, atol=1e-5
+    )
+    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=name)
+    with torch.no_grad():
+        right = (model(data.test.x / 255).argmax(1) == data.test.y).float().mean().item() * 100
+    assert history.epochs[-1]["accuracy"] == pytest.approx(right)
+    assert not model.training
+
+
+def test_parts_of_a_batch_add_up_to_its_gradient():
+    """Without batch statistics a batch in parts is the batch; the last one, of 4 images, too."""
+    whole, parts = (trained(replace(TINY, norm="layer", accumulate=n))[1] for n in (1, 3))
+    for a, b in zip(whole.epochs, parts.epochs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["test_loss"] == pytest.approx(b["test_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm": "switchable", "best": "test", "warmup": 1},
+        {"norm": "batch_group(4)", "ema": 0.9},
+        {"norm": "torch", "ema": 0.9, "best": "test"},
+        {"optimizer": "adamw", "accumulate": 2, "clip": 0.1},
+        {"norm": "sparse_switchable", "epochs": 6},
+        {"momentum": 0.0, "schedule": "step", "milestones": (1,), "label_smoothing": 0.1},
+        {"precision": "bf16", "decay_all": False, "nesterov": True},
+    ],
+    ids=lambda c: "-".join(map(str, c.values())) or "plain",
+)
+def test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one(changes, tmp_path, monkeypatch):
+    settings, data = replace(TINY, **changes), tiny_data()
+    model, history = trained(settings, data)
+    total = 3 * 6 if "epochs" not in changes else 6 * 6
+    for stop in range(1, total, 5 if total < 20 else 11):  # in the middle of epochs and at their ends
+        folder = tmp_path / str(stop)
+        count = iter(range(stop))
+        step = loop_module._Trainer._step
+
+        def failing(self, batch, count=count, step=step):
+            if next(count, None) is None:
+                raise KeyboardInterrupt
+            step(self, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop_module._Trainer, "_step", failing)
+            with pytest.raises(KeyboardInterrupt):
+                trained(settings, data, folder=folder)
+        torch.rand(stop)  # the global generators are elsewhere by now
+        again, resumed = trained(settings, data, folder=folder)
+        assert numbers(resumed) == numbers(history) and resumed.best == history.best
+        same_state(model.state_dict(), again.state_dict())
+        same_state(load_checkpoint(folder / "best.safetensors")[0], model.state_dict())
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        assert [line["epoch"] for line in lines] == list(range(1, settings.epochs + 1))
+
+
+@pytest.mark.parametrize("cut", ["log.jsonl", "last.safetensors", "best.safetensors"])
+def test_an_interruption_between_files_is_put_right(cut, tmp_path, monkeypatch):
+    """Log, state and best weights are written one after the other; stop after any of them."""
+    settings, data = replace(TINY, best="test"), tiny_data()
+    model, history = trained(settings, data)
+    for epoch in (1, 2, 3):
+        folder, seen = tmp_path / str(epoch), [0]
+
+        def spy(name, seen=seen, epoch=epoch):
+            real = getattr(loop_module, name)
+
+            def stopping(path, *args, **kw):
+                real(path, *args, **kw)
+                seen[0] += path.name == "log.jsonl"
+                if path.name == cut and seen[0] >= epoch:
+                    raise KeyboardInterrupt
+
+            return stopping
+
+        with monkeypatch.context() as patch:
+            for name in ("append_line", "save_checkpoint"):
+                patch.setattr(loop_module, name, spy(name))
+            with contextlib.suppress(KeyboardInterrupt):
+                trained(settings, data, folder=folder)
+        again, resumed = trained(settings, data, folder=folder)
+        assert numbers(resumed) == numbers(history) and resumed.best == history.best
+        same_state(again.state_dict(), model.state_dict())
+        weights, meta = load_checkpoint(folder / "best.safetensors")
+        same_state(weights, model.state_dict())
+        assert meta["epoch"] == history.best
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_lab_loop import TINY, tiny_data, trained
+from dataclasses import replace
+trained(replace(TINY, epochs=14, best="test"), tiny_data(80), folder={folder!r})
+"""
+
+
+def test_kill_9_loses_at_most_the_current_epoch(tmp_path):
+    folder, settings = tmp_path / "run", replace(TINY, epochs=14, best="test")
+    program = KILLED.format(tests=os.path.dirname(__file__), folder=str(folder))
+    model, history = trained(settings, tiny_data(80))
+    log = folder / "log.jsonl"
+
+    def lines():
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
+    for upto in (2, 5):
+        process = subprocess.Popen([sys.executable, "-c", program])
+        while process.poll() is None and lines() < upto:
+            time.sleep(0.001)
+        seen = lines()
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        assert load_checkpoint(folder / "last.safetensors")[1]["epoch"] >= seen - 1
+    again, resumed = trained(settings, tiny_data(80), folder=folder)
+    assert numbers(resumed) == numbers(history)
+    same_state(model.state_dict(), again.state_dict())
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
+    model, history = trained(TINY, folder=tmp_path)
+    monkeypatch.setattr(loop_module._Trainer, "_step", None)
+    again, seen = trained(TINY, folder=tmp_path)
+    assert seen.epochs == history.epochs
+    same_state(again.state_dict(), model.state_dict())
+
+
+def test_a_state_of_other_settings_is_refused_and_left_alone(tmp_path):
+    trained(TINY, folder=tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(LabError, match="other settings"):
+        trained(replace(TINY, lr=0.1), folder=tmp_path)
+    (tmp_path / "last.safetensors").write_bytes(before["last.safetensors"][:-9])
+    with pytest.raises(LabError, match="cut off"):
+        trained(TINY, folder=tmp_path)
+    assert (tmp_path / "log.jsonl").read_bytes() == before["log.jsonl"]
+
+
+def test_same_seed_same_numbers_and_the_callers_random_numbers_are_untouched():
+    torch.manual_seed(5)
+    a = trained(TINY)[1]
+    drawn = torch.rand(3)
+    torch.manual_seed(6)
+    b = trained(TINY)[1]
+    c = trained(replace(TINY, seed=1))[1]
+    assert numbers(a) == numbers(b) != numbers(c)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_best_keeps_the_weights_of_the_best_epoch():
+    settings, data = replace(TINY, lr=2.0, schedule="constant", epochs=8), tiny_data()
+    model, history = trained(replace(settings, best="test"), data)
+    accuracies = [line["accuracy"] for line in history.epochs]
+    assert history.best == 1 + accuracies.index(max(accuracies)) < 8  # of equal ones the first
+    assert Classify().evaluate(model, context(settings, data))["accuracy"] == max(accuracies)
+
+
+def context(settings, data):
+    from normlab.lab.recipes import Context
+
+    return Context(settings, data, torch.device("cpu"), torch.Generator())
+
+
+def test_averaged_weights_are_averages_with_statistics_of_their_own():
+    """Averages by the formula from the weights after each step; statistics are those of the averaged network."""
+    settings, data = replace(TINY, ema=0.9, epochs=1, augment=False), tiny_data()
+    seen = []
+    trainer_step = loop_module._Trainer._step
+
+    def spy(self, batch):
+        trainer_step(self, batch)
+        seen.append([p.detach().clone() for p in self.model.parameters()])
+
+    model = model_of(settings, data)
+    average = [p.detach().clone() for p in model.parameters()]
+    loop_module._Trainer._step = spy
+    try:
+        history = fit(model, data, settings)
+    finally:
+        loop_module._Trainer._step = trainer_step
+    for t, weights in enumerate(seen):
+        decay = min(0.9, (1 + t) / (10 + t))
+        average = [decay * a + (1 - decay) * w for a, w in zip(average, weights, strict=True)]
+    for mine, formula in zip(model.parameters(), average, strict=True):
+        torch.testing.assert_close(mine, formula)
+    order = torch.randperm(44, generator=generator(0, "order", 0))
+    fresh = model_of(settings, data)
+    fresh.load_state_dict(model.state_dict())
+    normlab.calibrate(fresh, [(data.train.x[i].float() / 255) for i in order.split(8)])
+    for name, buffer in fresh.named_buffers():
+        torch.testing.assert_close(buffer, dict(model.named_buffers())[name], msg=name)
+    last = Classify().evaluate(model.eval(), context(settings, data))
+    assert last["test_loss"] == pytest.approx(history.epochs[-1]["test_loss"])
+
+
+def test_statistics_of_torch_layers_are_estimated_too():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    x = torch.randn(60, 3) * 4 + 7
+    estimate_statistics(model, x.split(20))
+    torch.testing.assert_close(model[0].running_mean, x.mean(0))
+    estimate_statistics(torch.nn.Linear(3, 3), x.split(20))  # nothing to estimate
+
+
+def test_learning_rates():
+    s = Settings(epochs=4, lr=1.0, warmup=2)
+    assert [learning_rate(s, e, p) for e, p in ((0, 0.0), (0, 0.5), (1, 0.5), (2, 0.0), (3, 0.9))] == [
+        pytest.approx(v) for v in (0.0005, 0.25, 0.75, 1.0, 0.5)
+    ]
+    assert learning_rate(replace(s, schedule="constant", warmup=0), 3) == 1.0
+
+
+def test_the_log_says_the_rate_and_the_weights_of_mixtures(tmp_path):
+    _, history = trained(replace(TINY, norm="switchable"), folder=tmp_path)
+    first = history.epochs[0]
+    assert first["lr"] == 0.05 and first["seconds"] > 0
+    (layer, *_), pools = first["importance"], next(iter(first["importance"].values()))
+    assert layer and sum(mean for mean, _ in pools.values()) == pytest.approx(1)
+
+
+def test_fixup_scalars_learn_at_a_tenth(monkeypatch):
+    data = tiny_data(side=8)
+    settings = Settings(model="resnet20", norm="fixup", epochs=1, batch_size=22, lr=0.1)
+    seen = []
+    make = loop_module._optimizer
+    monkeypatch.setattr(loop_module, "_optimizer", lambda *a: seen.append(make(*a)) or seen[-1])
+    trained(settings, data)
+    assert [float(g["lr"]) for g in seen[0].param_groups] == [pytest.approx(0.1), pytest.approx(0.01)]
+
+
+def test_decay_can_leave_vectors_out(monkeypatch):
+    seen = []
+    make = loop_module._optimizer
+    monkeypatch.setattr(loop_module, "_optimizer", lambda *a: seen.append(make(*a)) or seen[-1])
+    trained(replace(TINY, decay_all=False, epochs=1))
+    assert [(g["weight_decay"], {p.ndim for p in g["params"]}) for g in seen[0].param_groups] == [
+        (5e-4, {2}),
+        (0.0, {1}),
+    ]
+
+
+def test_a_last_batch_of_one_image_is_left_out():
+    history = trained(replace(TINY, epochs=1), tiny_data(41))[1]  # batch norm of one value would raise
+    assert math.isfinite(history.epochs[0]["loss"])
+    with pytest.raises(LabError, match="no batch to train on"):
+        trained(TINY, tiny_data(1))
+
+
+def test_a_recipe_of_two_phases_has_two_optimizers(tmp_path):
+    class Alternate(Recipe):
+        score = "accuracy"
+
+        def phases(self, model, ctx):
+            body, head = list(model.parameters())[:-2], list(model.parameters())[-2:]
+            return [Phase("body", body, self.step), Phase("head", head, self.step)]
+
+        def step(self, model, batch, ctx):
+            loss = F.cross_entropy(model(batch.x), batch.y)
+            return {"loss": loss, "noise": torch.rand((), generator=ctx.generator)}
+
+        def evaluate(self, model, ctx):
+            return Classify().evaluate(model, ctx)
+
+    data = tiny_data()
+    _, history = trained(TINY, data, recipe=Alternate(), folder=tmp_path)
+    assert {"body_loss", "head_loss", "body_noise", "head_noise"} <= history.epochs[0].keys()
+    assert history.epochs[0]["body_noise"] != history.epochs[1]["body_noise"]
+    names = load_checkpoint(tmp_path / "last.safetensors")[0]
+    assert "optimizer.body.0.momentum_buffer" in names and "optimizer.head.1.momentum_buffer" in names
+    with pytest.raises(LabError, match="did you mean 'classify'"):
+        recipe("clasify")
+
+
+def test_what_happens_is_told():
+    told = []
+
+    class Teller(Watcher):
+        def run(self, settings, *, done_epochs):
+            told.append(("run", settings.norm, done_epochs))
+
+        def epoch(self, line):
+            told.append(("epoch", line["epoch"]))
+
+        def note(self, sentence):
+            told.append(("note", sentence))
+
+    trained(replace(TINY, capture=True), progress=Teller())
+    assert told[0][0] == "note" and "CUDA" in told[0][1]
+    assert told[1:] == [("run", "batch", 0), ("epoch", 1), ("epoch", 2), ("epoch", 3)]
+
+
+def test_tensorboard_is_a_log_or_a_sentence(tmp_path, monkeypatch):
+    notes = []
+
+    class Teller(Watcher):
+        def note(self, sentence):
+            notes.append(sentence)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    trained(replace(TINY, epochs=1), folder=tmp_path / "a", progress=Teller(), tensorboard=True)
+    assert len(notes) == 1 and "not installed" in notes[0]
+    written = []
+
+    class Writer:
+        def __init__(self, folder):
+            written.append(folder)
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def flush(self):
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", type("Module", (), {"SummaryWriter": Writer}))
+    _, history = trained(replace(TINY, epochs=1), folder=tmp_path / "b", tensorboard=True)
+    assert ("accuracy", history.epochs[0]["accuracy"], 1) in written and written[0].endswith("tensorboard")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "norm", ["none", "batch", "torch", "switchable", "batch_group(8)", "sparse_switchable"]
+)
+def test_a_captured_step_is_the_step(norm):
+    data = tiny_data(400, side=8)
+    settings = Settings(model="small", norm=norm, epochs=3, batch_size=32, precision="float32", ema=0.9)
+    plain = trained(settings, data, device="cuda")[1]
+    captured, again = (trained(replace(settings, capture=True), data, device="cuda")[1] for _ in range(2))
+    assert numbers(captured) == numbers(again)
+    for a, b in zip(plain.epochs, captured.epochs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+        assert a["accuracy"] == pytest.approx(b["accuracy"], abs=5)
