@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,7 +162,9 @@ def load(
 
 def _read(name: str, source: Source, root: Path, download: bool) -> Parts:
     # What torchvision, PIL, numpy, gzip and pickle raise for files that are cut off, and urllib where nothing answers.
-    trouble = (OSError, EOFError, RuntimeError, ValueError, KeyError, zlib.error, pickle.UnpicklingError)
+    trouble = (
+        OSError, EOFError, RuntimeError, ValueError, KeyError, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError
+    )  # fmt: skip
     try:
         parts = source.read(root, download)
     except LabError:

@@ -154,7 +154,7 @@ def _usps(root: Path, download: bool) -> Parts | None:
     if (root / "usps.npz").is_file():
         import numpy as np
 
-        with np.load(root / "usps.npz") as file:
+        with (root / "usps.npz").open("rb") as opened, np.load(opened) as file:
             train, test = (
                 _images(file[f"{part}_images"], file[f"{part}_labels"]) for part in ("train", "test")
             )

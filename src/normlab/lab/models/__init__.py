@@ -114,8 +114,7 @@ def _external(
 ) -> Classifier:
     _check(name, options, ["standardize", "weights"])
     torch.manual_seed(seed)
-    net = external(name, data, spec, options.get("weights"))
-    return Classifier(standard, net, ("Fixup: no normalization",) if spec.name == "fixup" else ())
+    return Classifier(standard, *external(name, data, spec, options.get("weights")))
 
 
 def _entry(name: str) -> Entry:
@@ -124,7 +123,10 @@ def _entry(name: str) -> Entry:
         depth, factor = map(int, wide.groups())
         return Entry(wide_resnet, "", fixed={"depth": depth, "factor": factor}, residual=True)
     deep = re.fullmatch(r"resnet(\d+)", name)
-    if deep and (int(deep[1]) - 2) % 6 == 0 and int(deep[1]) >= 8:
+    if deep and int(deep[1]) in (18, 34, 50, 101, 152):
+        raise LabError(f"{name} is a network for ImageNet: torchvision:{name}. Those for small images are resnet20, "
+                       "resnet32, resnet44, resnet56, resnet110 and preact-resnet18")  # fmt: skip
+    if deep:
         return Entry(cifar_resnet, "", fixed={"depth": int(deep[1])}, residual=True)
     if name not in _ENTRIES:
         raise LabError(f"there is no model {name!r}; {nearest(name, NAMES)}")

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..._text import nearest
+from ..._text import nearest, words
 from ...fixup import fixup
 from ...plain import is_norm
-from ...surgery import convert, named
+from ...surgery import convert, named, report
 from ..errors import LabError
 from ..norms import NormSpec
 from .common import Sized, load_weights
@@ -29,39 +29,46 @@ class Repeat(nn.Module):
         return x.expand(-1, 3, -1, -1)
 
 
-def external(name: str, data: Sized, norm: NormSpec, weights: str | None) -> nn.Module:
-    """``torchvision:NAME`` or ``timm:NAME`` for the classes of ``data``; weights from a file before the surgery.
+def external(
+    name: str, data: Sized, norm: NormSpec, weights: str | None
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """``torchvision:NAME`` or ``timm:NAME`` for the classes of ``data``, and what to tell readers of it.
 
     Batch norm stays what it is where the norm is ``batch`` without options. Other layers start as constructed, or, in
-    a network with weights from a file, computing what it computed, where they can.
+    a network with weights from a file, computing what it computed, where they can. Layers that surgery cannot exchange
+    stay, and the notes say so.
     """
     library, _, model = name.partition(":")
     net = (_torchvision if library == "torchvision" else _timm)(model, data)
     if weights is not None:
         load_weights(net, weights, name)
     try:
-        net = _with_norm(name, net, norm, keep=weights is not None)
+        net, notes = _with_norm(name, net, norm, keep=weights is not None)
+    except LabError:
+        raise
     except (TypeError, ValueError) as error:
         raise LabError(f"{name} with norm {norm.label}: {error}") from error
     if library == "torchvision" and data.channels == 1:
-        return nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
-    return net
+        net = nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
+    return net, notes
 
 
-def _with_norm(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> nn.Module:
+def _with_norm(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> tuple[nn.Module, tuple[str, ...]]:
     if norm.name == "fixup":
-        return fixup(net)
+        return fixup(net), ("Fixup: no normalization",)
     found = [module for _, module in named(net, is_norm)]
     if not found and norm.normalizes:
         raise LabError(f"{name} has no normalization layer to exchange; its norm is none")
     if norm.name == "none" and not found:
-        return net
+        return net, ()
     plain = norm.name in ("batch", "torch") and not norm.options
     if plain and all(isinstance(module, _BatchNorm) for module in found):
-        return net
+        return net, ()
     if norm.name == "torch":
         raise LabError("torch's batch norm can stay where it is, not take the place of others; use batch")
-    return convert(net, norm.name, keep=keep, **dict(norm.options))
+    net = convert(net, norm.name, keep=keep, **dict(norm.options))
+    left = [kind for _, kind, _ in report(net).skipped]
+    return net, (f"{len(left)} layers stay as they are: {words(sorted(set(left)))}",) if left else ()
 
 
 def _torchvision(model: str, data: Sized) -> nn.Module:
