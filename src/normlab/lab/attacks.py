@@ -260,7 +260,7 @@ def _step(kind: str, eps: float, steps: int) -> float:
     return _REACH.get(kind, 1.0) * eps / steps
 
 
-# The loop's parts ----------------------------------------------------------------------
+# The loop's parts ------------------------------------------------------------------------------------------
 
 
 class _Space(NamedTuple):
@@ -334,7 +334,7 @@ def _inside(norm: Ball, eps: float, like: Tensor, generator: torch.Generator | N
     return (eps * radius * direction / _length(direction).clamp_min(1e-12)).to(like.device)
 
 
-# What the model standardises by, and how it is left ----------------------------------------------------------------------
+# What the model standardises by, and how it is left --------------------------------------------------------
 
 
 def standard_deviation(model: nn.Module, x: Tensor, std: Tensor | Sequence[float] | None = None) -> Tensor:

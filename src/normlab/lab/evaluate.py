@@ -1,0 +1,284 @@
+"""Measurements by name: how often a model is right on clean, noisy, attacked, corrupted or filtered test images.
+
+A measurement is a text, so that a command line, a settings file and a notebook say it in the same words::
+
+    measure(model, data, ["clean", "noise", "pgd(eps=8/255, units=pixels, steps=20)"])
+
+What a text leaves open is taken from :func:`budget`. A result is a dict that JSON can hold; accuracies are in per cent.
+
+The model is given pixels in [0, 1]. It is left as found, and what is measured is the branch that is routed where
+:func:`measure` is called, or the one that the text names (``clean(branch=aux)``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from .._text import nearest
+from .attacks import Ball, shown
+from .errors import LabError
+from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions
+from .predict import (
+    Mixed,
+    accuracy,
+    affinity,
+    device_of,
+    predict_with,
+    predictions,
+    routed,
+    transfer,
+)
+from .texts import flag, one_of, split, step, target, within, written
+
+if TYPE_CHECKING:
+    from .data import Data
+
+__all__ = [
+    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "affinity", "budget", "measure", "parse",
+    "parse_list", "predict_with", "predictions", "transfer",
+]  # fmt: skip
+
+Progress = Callable[[str, int, int], None]  # the measurement, batches done, batches in all
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement and the arguments that a text gave it; :func:`parse` reads one.
+
+    >>> parse("pgd(steps=20, eps=8/255, units=pixels)").name
+    'pgd(eps=8/255, units=pixels, steps=20)'
+    """
+
+    kind: str
+    given: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The text in its shortest form: the same measurement has the same name, however it was written."""
+        said = ", ".join(f"{k}={written(v)}" for k, v in self.given)
+        return f"{self.kind}({said})" if said else self.kind
+
+    def arguments(self, data: Data) -> Arguments:
+        """All arguments, with those that the text leaves open as they are for ``data``."""
+        given = dict(self.given)
+        return MEASUREMENTS[self.kind].open(data, given) | given
+
+    def title(self, data: Data) -> str:
+        """What is measured on ``data``, in words and with units: ``noise std=1 standardised``."""
+        given = dict(self.given)
+        words_ = [MEASUREMENTS[self.kind].title(self.arguments(data))]
+        if "top" in given:
+            words_.append(f"top-{given['top']}")
+        if "branch" in given:
+            words_.append(f"branch {given['branch']}")
+        if "mix" in given:
+            words_.append(f"main and aux mixed by {shown(given['mix'])}")
+        if "n" in given:
+            words_.append(f"n={given['n']}")
+        return " ".join(words_)
+
+    def run(
+        self,
+        model: nn.Module,
+        data: Data,
+        *,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        batch_size: int | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """The record: measurement, title, kind, n, accuracy, arguments, seconds, and a curve, a grid or samples."""
+        here = device_of(model)
+        if device is not None and torch.device(device).type != here.type:
+            raise LabError(
+                f"the model is on {here} and device={str(device)!r} was asked for; call model.to(device) first"
+            )
+        entry, arguments, given = MEASUREMENTS[self.kind], self.arguments(data), dict(self.given)
+        if "n" in given:
+            data = data.subset(test=min(given["n"], len(data.test.y)))
+        _check_classes(model, data)
+        subject_model, branch = model, cast(AbstractContextManager[Any], nullcontext())
+        if "mix" in given:
+            subject_model = predict_with(model, weight=given["mix"])
+        elif "branch" in given:
+            branch = routed(model, given["branch"])
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(self.name, done, total)
+
+        subject = Subject(
+            subject_model, data, seed, batch_size, given.get("top", 1), given.get("samples", 6), step
+        )
+        total = subject.batches() * entry.points(arguments)
+        start = time.perf_counter()
+        with branch:
+            result = entry.run(subject, arguments)
+        return {
+            "measurement": self.name,
+            "title": self.title(data),
+            "kind": self.kind,
+            "n": len(data.test.y),
+            "arguments": {k: _plain(v) for k, v in arguments.items()},
+            "seed": seed,
+            **result,
+            "seconds": round(time.perf_counter() - start, 3),
+        }
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return (
+        list(value)
+        if type(value) is tuple
+        else value
+        if isinstance(value, (bool, int, float))
+        else str(value)
+    )
+
+
+def _check_classes(model: nn.Module, data: Data) -> None:
+    """Before the first pass: on a GPU a label without a logit is an assertion in a kernel."""
+    if not len(data.test.y):
+        raise LabError(f"{data.name} has no test images to measure on")
+    found = predictions(model, data.test.x[:16]).shape[1]  # batch statistics of one image may not exist
+    if found < len(data.classes):
+        raise LabError(
+            f"{type(model).__name__} has {found} outputs, but {data.name} has {len(data.classes)} classes; "
+            "choose the data that it was trained on"
+        )
+
+
+def measure(
+    model: nn.Module,
+    data: Data,
+    measurements: Iterable[str | Measurement],
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> list[dict[str, Any]]:
+    """A record for each measurement of ``model`` on the test images of ``data``.
+
+    A network of the lab takes pixels and standardises them itself. For one of your own that expects standardised
+    images, say by what: ``mean`` and ``std``, one number a channel of pixels in [0, 1]. The batch size enters where
+    random numbers are drawn batch by batch: the same one gives the same numbers.
+    """
+    asked = [m if isinstance(m, Measurement) else parse(m) for m in measurements]
+    if (mean is None) != (std is None):
+        raise LabError("mean and std belong together; give both or neither")
+    if mean is not None and std is not None:
+        from .models import Classifier, Standardize
+
+        mode = model.training
+        model = Classifier(Standardize(mean, std).to(device_of(model)), model)
+        model.train(mode)
+    options: dict[str, Any] = {"device": device, "seed": seed, "batch_size": batch_size, "progress": progress}
+    return [m.run(model, data, **options) for m in asked]
+
+
+# One reader for each argument, whichever measurement takes it.
+_READERS: dict[str, Callable[[str], Any]] = {
+    "eps": within(0), "std": within(0), "units": one_of("pixels", "standardised"),
+    "steps": within(1, whole=True), "step": step, "restarts": within(1, whole=True),
+    "random_start": flag, "target": target, "clip": within(1e-6), "clip_start": flag, "clipped": flag,
+    "at": within(1, whole=True), "names": str, "severities": within(1, 5, whole=True), "size": within(0),
+    "bands": within(1, whole=True),
+    "n": within(1, whole=True), "top": within(1, whole=True), "samples": within(0, whole=True), "branch": str,
+    "mix": within(0, 1),
+}  # fmt: skip
+_SHORT = {"severity": "severities", "name": "names", "band": "bands", "stds": "std"}
+_COMMON = ("n", "top", "samples", "branch", "mix")  # every measurement takes these
+_LISTS = ("names", "severities", "bands")
+_CURVES = ("eps", "std")  # a list where the measurement is a curve
+
+
+def parse(text: str) -> Measurement:
+    """A measurement from its text: ``clean``, ``noise(0.5)``, ``pgd(eps=8/255, units=pixels, steps=20)``.
+
+    Numbers may be fractions; ``step`` may be ``eps/10``; a list is ``[0.01, 0.03]``. Every measurement also takes ``n``
+    (the first n test images, each class as frequent as in the whole), ``top`` (5: the class is among the five highest),
+    ``samples`` (how many pictures to keep), ``branch``, and ``mix`` (a weight between the branches main and aux).
+    """
+    name, bracket, rest = text.strip().partition("(")
+    name = name.strip()
+    if name not in MEASUREMENTS:
+        raise LabError(f"there is no measurement {name!r}; {nearest(name, MEASUREMENTS)}")
+    if bracket and not rest.rstrip().endswith(")"):
+        raise LabError(f"{text!r} lacks its closing bracket; expected {name}(argument=value, ...)")
+    takes = (*MEASUREMENTS[name].takes, *_COMMON)
+    given: Arguments = {}
+    for i, part in enumerate(split(rest.rstrip()[:-1]) if bracket else []):
+        key, equals, value = part.partition("=")
+        if not equals:
+            if i or not MEASUREMENTS[name].takes:
+                raise LabError(
+                    f"{text!r}: {part!r} has no name; expected argument=value, of: {', '.join(takes)}"
+                )
+            key, value = takes[0], part
+        key = _SHORT.get(key.strip(), key.strip())
+        if key not in takes:
+            raise LabError(f"{name} takes no argument {key!r}; {nearest(key, takes)}")
+        if key in given:
+            raise LabError(f"{text!r} gives {key} twice")
+        try:
+            given[key] = _read(name, key, value.strip())
+        except LabError as error:
+            raise LabError(f"{name}: {key}={value.strip()}: {error}") from None
+        if key == "eps" and value.replace("]", "").strip().endswith("/255") and "units" not in rest:
+            raise LabError(
+                f"{name}: eps={value.strip()} looks like pixels; add units=pixels, or units=standardised"
+            )
+    found = Measurement(name, tuple((k, given[k]) for k in takes if k in given))
+    _check(found, given)
+    return found
+
+
+def _check(found: Measurement, given: Arguments) -> None:
+    """What can be known to be wrong without the data."""
+    if "mix" in given and "branch" in given:
+        raise LabError(
+            f"{found.name}: mix and branch exclude each other; mix is between the branches main and aux"
+        )
+    if found.kind == "corruptions" and "names" in given:
+        open_corruptions(cast("Data", None), dict(given))
+    kind, _, norm = found.kind.removesuffix("-curve").partition("-")
+    if kind in ("fgsm", "bim", "pgd"):
+        eps = given.get("eps", 0.0)
+        full = {"units": "standardised", **({} if kind == "fgsm" else {"steps": 20})} | given
+        for one in eps if isinstance(eps, tuple) else (eps,):
+            try:
+                attack_of(kind, cast(Ball, norm or "linf"), full, one)
+            except LabError as error:
+                raise LabError(f"{found.name}: {error}") from None
+
+
+def _read(name: str, key: str, value: str) -> Any:
+    many = key in _LISTS or (key in _CURVES and name.endswith("-curve"))
+    if value.startswith("[") != value.endswith("]") or (value.startswith("[") and not many):
+        what = "a list such as [1, 2]" if many else f"one value; for several use {name}-curve"
+        raise LabError(f"expected {what}")
+    if not many:
+        return _READERS[key](value)
+    parts = split(value[1:-1]) if value.startswith("[") else [value]
+    if not parts:
+        raise LabError("the list is empty")
+    return tuple(_READERS[key](part) for part in parts)
+
+
+def parse_list(text: str) -> list[Measurement]:
+    """Several measurements from one text, at the commas outside of brackets: ``clean, noise(0.5), bim``."""
+    return [parse(part) for part in split(text)]

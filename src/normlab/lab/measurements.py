@@ -1,0 +1,441 @@
+"""What can be measured: the registry of measurements, what each takes, and what it takes by default.
+
+Sizes that are not given come from :func:`budget`, which knows two kinds of data: images of one channel and of three.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from .._text import nearest, words
+from .attacks import Attack, Ball, Units, as_found, bim, fgsm, pgd, shown, standard_deviation
+from .data import augment, pixels, resize
+from .errors import LabError
+from .predict import Change, accuracy_under, batch_size_for, device_of, predictions
+from .seeds import generator
+
+if TYPE_CHECKING:
+    from .data import Data
+
+__all__ = ["GREY", "MEASUREMENTS", "NATURAL", "Arguments", "Budget", "Kind", "Subject", "attack_of", "budget",
+           "open_corruptions"]  # fmt: skip
+
+
+class Budget(NamedTuple):
+    """What is measured where a text does not say; sizes in standardised units."""
+
+    noise: float  # standard deviation
+    noises: tuple[float, ...]  # the same, for a curve
+    eps: float  # radius in l-inf
+    l2: float  # radius in l-2 divided by the root of the number of values in an image
+    shares: tuple[float, ...]  # radii of a curve, as multiples of the radius
+    steps: int = 20
+
+
+# "Batch Normalization is a Cause of Adversarial Vulnerability": std 1/4 (its text says variance, its code and its
+# numbers say deviation), eps 0.03, and an l-2 ball of radius 0.03 sqrt(d).
+NATURAL = Budget(0.25, (0.0, 0.125, 0.25, 0.5, 0.75, 1.0), 0.03, 0.03, (0.0, 0.25, 0.5, 1.0, 1.5, 2.0))
+# Digits: unit noise as in that paper. Its eps of 0.1 is for fully connected networks; convolutional ones hardly lose
+# accuracy to it, so these radii lie where networks that are equally good on clean images differ most.
+GREY = Budget(1.0, (0.0, 0.25, 0.5, 1.0, 1.5, 2.0), 0.5, 0.2, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.4))
+
+
+def budget(data: Data) -> Budget:
+    """The sizes of noise and attacks that suit the data: digits and the like, or natural images."""
+    return GREY if data.channels == 1 else NATURAL
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a measurement works on."""
+
+    model: nn.Module
+    data: Data
+    seed: int
+    batch_size: int | None
+    top: int
+    samples: int
+    step: Callable[[], None]  # a batch is done
+
+    @property
+    def std(self) -> Tensor | tuple[float, ...]:
+        """A standardised unit: the model's own where it says, else the data's."""
+        own = getattr(getattr(self.model, "standardize", None), "std", None)
+        return self.data.std if own is None else own
+
+    @property
+    def mean(self) -> Tensor | tuple[float, ...]:
+        own = getattr(getattr(self.model, "standardize", None), "mean", None)
+        return self.data.mean if own is None else own
+
+    def draw(self, *purpose: str | int) -> torch.Generator:
+        return generator(self.seed, *purpose, device=device_of(self.model))
+
+    def accuracy(self, change: Change | None = None, *, show: _Shown | None = None) -> float:
+        def seen(first: int, x: Tensor) -> None:
+            self.step()
+            if show is not None:
+                show.look(first, x)
+
+        test = self.data.test
+        return accuracy_under(change, self.model, test.x, test.y, self.batch_size, top=self.top, seen=seen)
+
+    def batches(self) -> int:
+        size = self.batch_size or batch_size_for(device_of(self.model))
+        return -(-len(self.data.test.y) // size)
+
+
+class _Shown:
+    """A few images before and after: the first of each of the first classes, whatever becomes of them."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        labels = subject.data.test.y.tolist()
+        chosen = [labels.index(c) for c in range(len(subject.data.classes)) if c in labels][: subject.samples]
+        self.chosen = chosen
+        self.after: dict[int, Tensor] = {}
+
+    def look(self, first: int, x: Tensor) -> None:
+        for i in self.chosen:
+            if first <= i < first + len(x):
+                self.after[i] = x[i - first].detach()
+
+    def record(self) -> dict[str, Any]:
+        """Bytes of uint8 images [k, C, H, W] in base64, and the names of their classes."""
+        if not self.chosen:
+            return {}
+        names = self.subject.data.classes
+        model, test = self.subject.model, self.subject.data.test
+        before, after = test.x[self.chosen], torch.stack([self.after[i] for i in self.chosen])
+        seen = [predictions(model, x).argmax(1).tolist() for x in (before, after)]
+        name = [[names[k] if k < len(names) else str(k) for k in row] for row in seen]
+        return {
+            "samples": {
+                "shape": list(after.shape),
+                "index": self.chosen,
+                "label": [names[int(k)] for k in test.y[self.chosen]],
+                "before": _encoded(pixels(before)),
+                "after": _encoded(after),
+                "before_class": name[0],
+                "after_class": name[1],
+            }
+        }
+
+
+def _encoded(x: Tensor) -> str:
+    return base64.b64encode((x.clamp(0, 1) * 255).round().byte().cpu().numpy().tobytes()).decode()
+
+
+Arguments = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """One entry of the registry: what it takes, and what it does with it."""
+
+    about: str
+    takes: tuple[str, ...]  # the first may be given without its name
+    open: Callable[[Data, Arguments], Arguments]  # what the text left out
+    title: Callable[[Arguments], str]  # with every number and its units
+    points: Callable[[Arguments], int]  # passes over the test images, for the progress
+    run: Callable[[Subject, Arguments], dict[str, Any]]
+
+
+def _clean(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    return {"accuracy": subject.accuracy()}
+
+
+def _noise(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    show = _Shown(subject)
+    found = subject.accuracy(_noisy(subject, arguments, arguments["std"]), show=show)
+    return {"accuracy": found, **show.record()}
+
+
+def _noise_curve(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    found = [subject.accuracy(_noisy(subject, arguments, std)) for std in arguments["std"]]
+    return _curve(arguments["std"], found, f"standard deviation of the noise ({arguments['units']})")
+
+
+def _noisy(subject: Subject, arguments: Arguments, std: float) -> Change:
+    """Gaussian noise; pixels may leave [0, 1], as in the papers, unless ``clipped``.
+
+    Every deviation of a curve has the same noise, scaled. With ``at`` it is drawn at that size and enlarged with the
+    images, as the vulnerability paper does for enlarged digits.
+    """
+    draw, at = subject.draw("noise"), arguments.get("at")
+
+    def change(x: Tensor, y: Tensor) -> Tensor:
+        shape = x.shape if at is None else (*x.shape[:2], at, at)
+        noise = torch.randn(shape, generator=draw, device=draw.device, dtype=x.dtype).to(x.device)
+        if at is not None:
+            if x.shape[2] != x.shape[3]:
+                raise LabError(f"at={at} is for square images; these are {x.shape[2]} x {x.shape[3]}")
+            noise = resize(noise, x.shape[3])
+        unit = (
+            standard_deviation(subject.model, x, subject.std) if arguments["units"] == "standardised" else 1.0
+        )
+        noisy = x + std * unit * noise
+        return noisy.clamp(0, 1) if arguments.get("clipped") else noisy
+
+    return change
+
+
+def attack_of(kind: str, norm: Ball, arguments: Arguments, eps: float) -> Attack:
+    step = arguments.get("step")
+    options: dict[str, Any] = {
+        k: arguments[k] for k in ("steps", "restarts", "random_start", "clip", "clip_start") if k in arguments
+    }
+    options["step"] = step(eps) if callable(step) else step
+    options["targeted"] = "target" in arguments
+    return {"fgsm": fgsm, "bim": bim, "pgd": pgd}[kind](
+        eps, units=cast(Units, arguments["units"]), norm=norm, **options
+    )
+
+
+def _attacked(subject: Subject, attack: Attack, target: str | int | None) -> Change:
+    draw, std, mean = subject.draw("attack"), subject.std, subject.mean
+    attack.check_radius((1.0,) if attack.units == "pixels" else _floats(std), subject.data.test.x[0].numel())
+    classes = len(subject.data.classes)
+
+    def change(x: Tensor, y: Tensor) -> Tensor:
+        aim = y if target is None else _aim(subject.model, x, y, target, classes)
+        return attack(subject.model, x, aim, mean=mean, std=std, generator=draw)
+
+    return change
+
+
+def _aim(model: nn.Module, x: Tensor, y: Tensor, target: str | int, classes: int) -> Tensor:
+    if isinstance(target, int):
+        return torch.full_like(y, target)
+    if target == "next":
+        return (y + 1) % classes
+    with torch.no_grad(), as_found(model):
+        return model(x)[:, :classes].argmin(1)
+
+
+def _floats(values: Tensor | Sequence[float]) -> list[float]:
+    return values.flatten().tolist() if isinstance(values, Tensor) else list(values)
+
+
+def _curve(x: Sequence[float], y: Sequence[float], x_label: str) -> dict[str, Any]:
+    """Points of a curve; their mean stands for it where one number is wanted."""
+    curve = {"x": list(x), "y": list(y), "x_label": x_label, "y_label": "accuracy (%)"}
+    return {"accuracy": sum(y) / len(y), "curve": curve}
+
+
+def _attack_kind(kind: str, norm: Ball) -> dict[str, Kind]:
+    name = kind if norm == "linf" else f"{kind}-{norm}"
+    takes = ("eps", "units", "steps", "step", "restarts", "random_start", "target", "clip", "clip_start")
+    if kind == "fgsm":
+        takes = ("eps", "units", "target", "clip")
+
+    def radius(data: Data) -> float:
+        own = budget(data)
+        return own.eps if norm == "linf" else round(own.l2 * math.sqrt(data.test.x[0].numel()), 4)
+
+    def open_(data: Data, given: Arguments) -> Arguments:
+        if given.get("units") == "pixels" and "eps" not in given:
+            raise LabError(f"{name}: the default eps is in standardised units; give eps with units=pixels")
+        steps = {} if kind == "fgsm" else {"steps": budget(data).steps}
+        return {"eps": radius(data), "units": "standardised", **steps}
+
+    def open_curve(data: Data, given: Arguments) -> Arguments:
+        shares = tuple(round(s * radius(data), 6) for s in budget(data).shares)
+        return open_(data, given) | {"eps": shares}
+
+    def title(arguments: Arguments) -> str:
+        return attack_of(kind, norm, arguments, arguments["eps"]).name + _target_words(arguments)
+
+    def title_curve(arguments: Arguments) -> str:
+        steps = "" if kind == "fgsm" else f" steps={arguments['steps']}"
+        return f"{kind}-{norm}{steps} against eps, {arguments['units']}{_target_words(arguments)}"
+
+    def run(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+        show = _Shown(subject)
+        attack = attack_of(kind, norm, arguments, arguments["eps"])
+        found = subject.accuracy(_attacked(subject, attack, arguments.get("target")), show=show)
+        return {"accuracy": found, **show.record()}
+
+    def run_curve(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+        found = []
+        for eps in arguments["eps"]:
+            attack = attack_of(kind, norm, arguments, eps)
+            change = _attacked(subject, attack, arguments.get("target")) if eps else None
+            found.append(subject.accuracy(change))
+        return _curve(arguments["eps"], found, f"eps in {norm} ({arguments['units']})")
+
+    about = f"{kind.upper()} in {norm}"
+    return {
+        name: Kind(f"accuracy under {about}", takes, open_, title, lambda a: 1, run),
+        f"{name}-curve": Kind(
+            f"accuracy under {about} against eps, a list such as eps=[0.01, 0.03]", takes, open_curve, title_curve,
+            lambda a: len(a["eps"]), run_curve,
+        ),
+    }  # fmt: skip
+
+
+def _target_words(arguments: Arguments) -> str:
+    return f" target={arguments['target']}" if "target" in arguments else ""
+
+
+def _corruptions(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    from . import corruptions
+
+    found: dict[str, list[float]] = {}
+    samples: dict[str, Any] = {}
+    for name in arguments["names"]:
+        row = []
+        for severity in arguments["severities"]:
+            draw = subject.draw("corruption", name, severity)
+            # The pictures: the first corruption at its middle severity.
+            pictured = not samples and severity == arguments["severities"][len(arguments["severities"]) // 2]
+            show = _Shown(subject) if pictured else None
+            row.append(subject.accuracy(_corrupted(corruptions.corrupt, name, severity, draw), show=show))
+            samples = show.record() if show is not None else samples
+        found[name] = row
+    errors = {name: [100 - a for a in row] for name, row in found.items()}
+    scalars: dict[str, float] = {}
+    if tuple(arguments["severities"]) == corruptions.SEVERITIES:
+        if all(n in found for n in corruptions.COMMON):
+            ce = corruptions.ce_alexnet(errors)
+            scalars |= {
+                "uCE over 15": corruptions.uce(errors),
+                "mCE over 15 against AlexNet": sum(ce.values()) / len(ce),
+            }
+        if all(n in found for n in corruptions.CORRUPTIONS):
+            scalars["mean error over 19"] = corruptions.mce_19(errors)
+    every = [a for row in found.values() for a in row]
+    by_name = {corruptions.label(name): row for name, row in found.items()}
+    return {"accuracy": sum(every) / len(every), "corruptions": by_name, "scalars": scalars, **samples}
+
+
+def _corrupted(corrupt: Callable[..., Tensor], name: str, severity: int, draw: torch.Generator) -> Change:
+    return lambda x, y: corrupt(x, name, severity, seed=draw)
+
+
+def open_corruptions(data: Data, given: Arguments) -> Arguments:
+    from .corruptions import COMMON, CORRUPTIONS, SEVERITIES
+
+    names = {"all": tuple(CORRUPTIONS), "common": tuple(COMMON)}
+    asked = given.get("names", ("all",))
+    if len(asked) == 1 and asked[0] in names:
+        given["names"] = names[asked[0]]
+    for name in given.get("names", ()):
+        if name not in CORRUPTIONS:
+            raise LabError(f"there is no corruption {name!r}; {nearest(name, (*CORRUPTIONS, *names))}")
+    return {"names": names["all"], "severities": SEVERITIES}
+
+
+def _title_corruptions(arguments: Arguments) -> str:
+    names, severities = arguments["names"], arguments["severities"]
+    what = f"{len(names)} corruptions" if len(names) > 3 else words(names)
+    runs = all(b == a + 1 for a, b in pairwise(severities)) and len(severities) > 1
+    where = f"{severities[0]} to {severities[-1]}" if runs else words(severities)
+    return f"{what}, severity {where}"
+
+
+def _fourier(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    from . import fourier
+
+    grid = fourier.heat_map(
+        subject.model, subject.data, norm=arguments["size"], batch_size=subject.batch_size, seed=subject.seed
+    )
+    error = 100 * grid.double().cpu()
+    return {
+        "accuracy": 100 - error.mean().item(),
+        "grid": {
+            "values": error.tolist(),
+            "x_label": "horizontal frequency",
+            "y_label": "vertical frequency",
+        },
+    }
+
+
+def _low_pass(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    from . import fourier
+
+    found = [subject.accuracy(lambda x, y, b=b: fourier.low_pass(x, b)) for b in arguments["bands"]]
+    return _curve(arguments["bands"], found, "bandwidth kept")
+
+
+def _open_low_pass(data: Data, given: Arguments) -> Arguments:
+    side = min(data.size)
+    bands = tuple(given.get("bands", range(1, side + 1)))
+    if bad := [b for b in bands if not 1 <= b <= side]:
+        raise LabError(f"band {bad[0]} is out of range; images of side {side} have bands 1 to {side}")
+    return {"bands": bands}
+
+
+def _affinity(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    show, draw = _Shown(subject), subject.draw("affinity")
+    clean = subject.accuracy()
+    found = subject.accuracy(lambda x, y: augment(x, subject.data, draw), show=show)
+    return {"accuracy": found, "scalars": {"affinity": found - clean}, **show.record()}
+
+
+def _open_affinity(data: Data, given: Arguments) -> Arguments:
+    if not (data.flip or data.crop):
+        raise LabError(
+            f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure"
+        )
+    return {}
+
+
+def _nothing_open(data: Data, given: Arguments) -> Arguments:
+    return {}
+
+
+def _open_noise(data: Data, given: Arguments) -> Arguments:
+    if given.get("units") == "pixels" and "std" not in given:
+        raise LabError("noise: the default std is in standardised units; give std with units=pixels")
+    return {"std": budget(data).noise, "units": "standardised"}
+
+
+def _title_noise(arguments: Arguments) -> str:
+    at = f" drawn at {arguments['at']} x {arguments['at']}" if "at" in arguments else ""
+    clipped = " clipped" if arguments.get("clipped") else ""
+    std = f"std={shown(arguments['std'])} {arguments['units']}" if not isinstance(arguments["std"], tuple) else (
+        f"against std, {arguments['units']}")  # fmt: skip
+    return f"noise {std}{clipped}{at}"
+
+
+MEASUREMENTS: dict[str, Kind] = {
+    "clean": Kind("accuracy on the test images", (), _nothing_open, lambda a: "clean", lambda a: 1, _clean),
+    "noise": Kind(
+        "accuracy under Gaussian noise", ("std", "units", "clipped", "at"), _open_noise, _title_noise,
+        lambda a: 1, _noise,
+    ),
+    "noise-curve": Kind(
+        "accuracy under noise against its std, a list such as std=[0.5, 1]", ("std", "units", "clipped", "at"),
+        lambda data, given: _open_noise(data, given) | {"std": budget(data).noises}, _title_noise,
+        lambda a: len(a["std"]), _noise_curve,
+    ),
+    **_attack_kind("fgsm", "linf"), **_attack_kind("fgsm", "l2"),
+    **_attack_kind("bim", "linf"), **_attack_kind("bim", "l2"),
+    **_attack_kind("pgd", "linf"), **_attack_kind("pgd", "l2"),
+    "corruptions": Kind(
+        "accuracy under each corruption and severity; uCE over 15, mean error over 19, CE against AlexNet",
+        ("names", "severities"), open_corruptions, _title_corruptions,
+        lambda a: len(a["names"]) * len(a["severities"]), _corruptions,
+    ),
+    "fourier": Kind(
+        "error under noise of each frequency, of the given size in l-2 a channel", ("size",),
+        lambda data, given: {"size": 8.0}, lambda a: f"fourier heat map size={shown(a['size'])}",
+        lambda a: 1, _fourier,
+    ),
+    "low-pass": Kind(
+        "accuracy against the band of frequencies that is kept", ("bands",), _open_low_pass,
+        lambda a: "low-pass against bandwidth", lambda a: len(a["bands"]), _low_pass,
+    ),
+    "affinity": Kind(
+        "accuracy on the data set's own augmentation minus clean accuracy", (), _open_affinity,
+        lambda a: "affinity of crops and mirror images", lambda a: 2, _affinity,
+    ),
+}  # fmt: skip

@@ -1,0 +1,204 @@
+"""Predictions of a model in batches, and how often they are right; the model is left as found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .._text import words
+from ..routing import route
+from .attacks import Attack, as_found
+from .data import augment, pixels
+from .errors import LabError
+from .seeds import generator
+
+if TYPE_CHECKING:
+    from .data import Data
+
+__all__ = [
+    "Change", "Mixed", "accuracy", "accuracy_under", "affinity", "batch_size_for", "device_of", "predict_with",
+    "predictions", "routed", "transfer",
+]  # fmt: skip
+
+Change = Callable[[Tensor, Tensor], Tensor]  # pixels [N, C, H, W] and labels [N] to changed pixels
+
+
+def predictions(model: nn.Module, x: Tensor, *, batch_size: int | None = None) -> Tensor:
+    """Logits ``[N, K]`` of images, uint8 or pixels in [0, 1], taken to the model's device batch by batch."""
+    device = device_of(model)
+    with torch.no_grad(), as_found(model):
+        found = [_logits(model, part) for part, _ in _batches(x, x, device, batch_size)]
+    return torch.cat(found) if found else torch.zeros((0, 0), device=device)
+
+
+def accuracy(model: nn.Module, x: Tensor, y: Tensor, batch_size: int | None = None, *, top: int = 1) -> float:
+    """Per cent of images whose class is among the ``top`` highest logits."""
+    return accuracy_under(None, model, x, y, batch_size, top=top)
+
+
+def accuracy_under(
+    change: Change | None,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    batch_size: int | None = None,
+    *,
+    top: int = 1,
+    seen: Callable[[int, Tensor], None] = lambda first, x: None,
+) -> float:
+    """The same after a change of the images; ``seen`` is shown each changed batch and the number of its first image."""
+    if not len(y):
+        raise LabError("there are no images to measure on")
+    device = device_of(model)
+    right = torch.zeros((), dtype=torch.long, device=device)  # asked for once, at the end
+    first = 0
+    with torch.no_grad(), as_found(model):
+        for part, labels in _batches(x, y, device, batch_size):
+            images = part if change is None else change(part, labels)
+            logits = _logits(model, images)
+            right += (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).sum()
+            seen(first, images)
+            first += len(labels)
+    return 100 * right.item() / len(y)
+
+
+def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    logits = model(x)
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
+        got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise LabError(
+            f"a classifier returns logits [N, K]; {type(model).__name__} returned {got} for {len(x)} images"
+        )
+    return logits.float()
+
+
+def _batches(x: Tensor, y: Tensor, device: torch.device, size: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    size = batch_size_for(device) if size is None else size
+    if size < 1:
+        raise LabError(f"batch_size={size} is out of range; expected 1 or more")
+    for start in range(0, len(x), size):
+        part = slice(start, start + size)
+        yield pixels(x[part].to(device, non_blocking=True)), y[part].to(device, non_blocking=True)
+
+
+def batch_size_for(device: torch.device) -> int:
+    """Small batches stay in a CPU's cache; large ones keep a GPU busy."""
+    return 100 if device.type == "cpu" else 2000
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters, or else its buffers, are."""
+    tensor = next(model.parameters(), None)
+    tensor = next(model.buffers(), None) if tensor is None else tensor
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+class Mixed(nn.Module):
+    """A model whose prediction is a mixture of those of two branches; :func:`predict_with` makes it.
+
+    It returns logarithms of the mixed probabilities, which are logits like any other: what is measured or attacked is
+    the mixture.
+    """
+
+    def __init__(self, model: nn.Module, branches: tuple[str, str], weight: float, of: str) -> None:
+        super().__init__()
+        self.model, self.branches, self.weight, self.of = model, branches, weight, of
+
+    @property
+    def standardize(self) -> nn.Module | None:
+        return getattr(self.model, "standardize", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [(b, w) for b, w in zip(self.branches, (1 - self.weight, self.weight), strict=True) if w]
+        found = []
+        for branch, weight in parts:
+            with route(self.model, branch=branch):
+                logits = self.model(x)
+            found.append(
+                weight * logits if self.of == "logits" else logits.float().log_softmax(1) + math.log(weight)
+            )
+        if len(found) == 1:
+            return found[0]
+        return found[0] + found[1] if self.of == "logits" else torch.logaddexp(*found)
+
+
+def predict_with(
+    model: nn.Module,
+    *,
+    branches: Sequence[str] = ("main", "aux"),
+    weight: float = 0.5,
+    of: str = "probabilities",
+) -> Mixed:
+    """``(1 - weight) * p_first + weight * p_second``: prediction under interpolation of two branches.
+
+    Of ``"probabilities"``, or of ``"logits"``, which gives other predictions. The result is a model: measure it, attack
+    it, ask it for logits.
+    """
+    if len(branches) != 2 or not 0 <= weight <= 1:
+        raise LabError(
+            f"interpolation takes two branches and a weight in [0, 1]; got {words(branches)} and {weight!r}"
+        )
+    if of not in ("probabilities", "logits"):
+        raise LabError(f"of={of!r} is not known; expected 'probabilities' or 'logits'")
+    for branch in branches:
+        routed(model, branch)
+    return Mixed(model, (branches[0], branches[1]), float(weight), of)
+
+
+def routed(model: nn.Module, branch: str) -> route:
+    try:
+        return route(model, branch=branch)
+    except (ValueError, TypeError) as error:
+        raise LabError(str(error)) from error
+
+
+def affinity(
+    model: nn.Module,
+    data: Data,
+    augmentation: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+    *,
+    seed: int = 0,
+    batch_size: int | None = None,
+) -> float:
+    """Accuracy on augmented test images minus accuracy on clean ones, in points.
+
+    For a model that was trained without any augmentation it says how far the augmentation leaves the data
+    (Gontijo-Lopes et al., "Affinity and Diversity"). ``augmentation`` takes pixels and a generator; without one it is
+    the data set's own crops and mirror images.
+    """
+    draw = generator(seed, "affinity", device=device_of(model))
+    if augmentation is None and not (data.flip or data.crop):
+        raise LabError(
+            f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure"
+        )
+    change = augmentation or (lambda x, g: augment(x, data, g))
+    after = accuracy_under(lambda x, y: change(x, draw), model, data.test.x, data.test.y, batch_size)
+    return after - accuracy(model, data.test.x, data.test.y, batch_size)
+
+
+def transfer(
+    source: nn.Module,
+    target: nn.Module,
+    attack: Attack,
+    x: Tensor,
+    y: Tensor,
+    *,
+    seed: int = 0,
+    batch_size: int | None = None,
+    top: int = 1,
+) -> float:
+    """Accuracy of ``target`` on images that were made to fool ``source``: a black-box attack.
+
+    In standardised units the unit is the source's. A model as its own target is the white-box attack.
+    """
+    draw = generator(seed, "attack", device=device_of(source))
+    home, away = device_of(source), device_of(target)
+
+    def change(x: Tensor, y: Tensor) -> Tensor:
+        return attack(source, x.to(home), y.to(home), generator=draw).to(away)
+
+    return accuracy_under(change, target, x, y, batch_size, top=top)

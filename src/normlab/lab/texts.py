@@ -1,0 +1,93 @@
+"""Values in the texts of measurements: numbers, fractions, lists, and what is out of range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .._text import nearest
+from .attacks import shown
+from .errors import LabError
+
+__all__ = ["ShareOfEps", "flag", "number", "one_of", "split", "step", "target", "within", "written"]
+
+
+def number(text: str) -> float:
+    top, slash, bottom = text.partition("/")
+    try:
+        value = float(top) / float(bottom) if slash else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise LabError(f"{text!r} is not a number; expected one such as 0.03 or 8/255") from None
+    if not math.isfinite(value):
+        raise LabError(f"{text!r} is not a finite number")
+    return value
+
+
+def within(low: float, high: float = math.inf, *, whole: bool = False) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = number(text)
+        if not low <= value <= high or (whole and not value.is_integer()):
+            kind = "a whole number" if whole else "a number"
+            limits = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of {low:g} or more"
+            raise LabError(f"{text} is out of range; expected {kind} {limits}")
+        return int(value) if whole else value
+
+    return read
+
+
+def one_of(*known: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in known:
+            raise LabError(f"{text!r} is not known; {nearest(text, known)}")
+        return text
+
+    return read
+
+
+def flag(text: str) -> bool:
+    return one_of("true", "false")(text.lower()) == "true"
+
+
+class ShareOfEps(NamedTuple):
+    """A step of ``eps/10``, whatever eps is."""
+
+    divisor: float
+
+    def __call__(self, eps: float) -> float:
+        return eps / self.divisor
+
+    def __str__(self) -> str:
+        return f"eps/{shown(self.divisor)}"
+
+
+def step(text: str) -> float | ShareOfEps:
+    if text.startswith("eps/"):
+        return ShareOfEps(within(1e-6)(text[4:]))
+    return within(0)(text)
+
+
+def target(text: str) -> str | int:
+    return int(text) if text.isdigit() else one_of("next", "least-likely")(text)
+
+
+def split(text: str) -> list[str]:
+    """At the commas that stand outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [p.strip() for p in parts if p.strip()]
+
+
+def written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (ShareOfEps, str)):
+        return str(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(written, value))}]"
+    return shown(value)
