@@ -1,0 +1,397 @@
+"""The commands of the command line: each is a thin shell over functions of the lab."""
+
+from __future__ import annotations
+
+import inspect as inspect_
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import LabError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .study import Study
+
+__all__ = ["app"]
+
+Given = dict[str, str]  # settings by name, as texts of the command line
+
+Norms = Annotated[
+    str | None, typer.Option(help="Normalizers with commas: none,batch,group(8).", metavar="NAMES")
+]
+Seeds = Annotated[str | None, typer.Option(help="How many, 3, or which, 0,2,5.", metavar="SEEDS")]
+Out = Annotated[Path | None, typer.Option(help="Folder for everything that is made.")]
+DataName = Annotated[
+    str | None, typer.Option("--data", help="Data set, by name, or folder:PATH.", metavar="NAME")
+]
+Root = Annotated[Path | None, typer.Option(help="Where data sets are; $NORMLAB_DATA otherwise.")]
+Download = Annotated[bool, typer.Option("--download", help="Fetch data that are not there.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU is used if there is one.")]
+Config = Annotated[Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.")]
+Measure = Annotated[
+    str | None, typer.Option(help="Measurements with commas: clean,noise,pgd(eps=8/255,units=pixels).")
+]
+Board = Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")]
+Checkpoint = Annotated[Path | None, typer.Argument(help="A checkpoint, or a run's folder.")]
+Module = Annotated[
+    str | None, typer.Option(help="Your own: package.module:function, called without arguments.")
+]
+Weights = Annotated[Path | None, typer.Option(help="Weights for --module, .safetensors or .pt.")]
+Mean = Annotated[
+    str | None, typer.Option(help="What --module expects to be taken off its pixels, by channel.")
+]
+Std = Annotated[str | None, typer.Option(help="And divided by. Without both it takes pixels in [0, 1].")]
+Pretrained = Annotated[Path | None, typer.Option(help="Folder of pretrained weights, where needed.")]
+Photographs = Annotated[
+    Path | None, typer.Option(help="Folder of ImageNet's validation images, where needed.")
+]
+Network = Annotated[
+    str, typer.Argument(help="Network by name, torchvision:NAME, timm:NAME, or a checkpoint.")
+]
+
+app = typer.Typer(
+    help="Compare normalization layers: train, measure, report.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+# What the command line says
+
+
+def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: bool) -> Callable[..., None]:
+    """The command with an option for every setting; it gets those that were given as ``settings``."""
+    from .settings import HELP, NAMES
+
+    own = inspect_.signature(command, eval_str=True).parameters
+    names = [n for n in NAMES if n not in own and n not in skip]
+
+    def run(**given: Any) -> None:
+        chosen = {n: v for n in names if (v := given.pop(n)) is not None}
+        command(**given, settings=chosen)
+
+    panel = "Settings; several values with commas make an axis of the grid" if axes else "Settings"
+    options = [
+        inspect_.Parameter(
+            name, inspect_.Parameter.KEYWORD_ONLY, default=None,
+            annotation=Annotated[str | None, typer.Option(
+                help=f"{HELP[name][0].upper()}{HELP[name][1:]}.", metavar="VALUE", rich_help_panel=panel,
+            )],
+        )
+        for name in names
+    ]  # fmt: skip
+    kept = [p.replace(kind=inspect_.Parameter.KEYWORD_ONLY) for n, p in own.items() if n != "settings"]
+    run.__signature__ = inspect_.Signature([*kept, *options])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*kept, *options)}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def split(text: str) -> list[str]:
+    """At the commas outside of brackets.
+
+    >>> split("none, group(8), batch_group(4, eps=1e-3)")
+    ['none', 'group(8)', 'batch_group(4, eps=1e-3)']
+    """
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c in "([") - (c in ")]")
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [p.strip() for p in parts if p.strip()]
+
+
+def seeds_of(text: str) -> list[int]:
+    """``3`` is three seeds, ``0,2,5`` are those; ``2,`` is the one."""
+    try:
+        numbers = [int(t) for t in text.split(",") if t.strip()]
+    except ValueError:
+        numbers = []
+    if "," not in text:
+        numbers = list(range(numbers[0])) if numbers and numbers[0] > 0 else []
+    if not numbers or min(numbers) < 0:
+        raise LabError(
+            f"--seeds is a number of seeds, 3, or the seeds themselves, 0,2,5 (one: 2,); got {text!r}."
+        )
+    return numbers
+
+
+def _parsed(settings: dict[str, str], *, axes: bool) -> dict[str, Any]:
+    """Values by setting: a list where several were given, which is an axis of the grid."""
+    from .settings import parse
+
+    found: dict[str, Any] = {}
+    for name, text in settings.items():
+        values = [parse(name, part) for part in split(text)]
+        if not values and text.strip():
+            raise LabError(f"--{name.replace('_', '-')} has no value in {text!r}.")
+        if len(values) > 1 and not axes:
+            raise LabError(
+                f"--{name.replace('_', '-')} is one value here; got {text!r}. `normlab compare` takes several."
+            )
+        found[name] = values if len(values) > 1 else values[0] if values else parse(name, text)
+    return found
+
+
+def _study(norms: str | None, seeds: str | None, measure: str | None, config: Path | None, out: Path | None,
+           settings: dict[str, str]) -> Study:  # fmt: skip
+    """From the file, changed by what the command line says; without a file from the default comparison."""
+    from .study import DEFAULT, Study, default_folder
+
+    study = DEFAULT if config is None else Study.read(config)
+    given = _parsed(settings, axes=True)
+    axes: dict[str, Any] = dict(study.axes)
+    for name, value in given.items():
+        for axis in [a for a in axes if name in [n.strip() for n in a.split(",")]]:
+            if axis != name:
+                raise LabError(f"{config} varies {axis} together, so --{name} cannot be given besides.")
+            del axes[axis]
+        if isinstance(value, list):
+            axes[name] = value
+    for name, values in (("norm", split(norms) if norms is not None else None),
+                         ("seed", seeds_of(seeds) if seeds is not None else None)):  # fmt: skip
+        if values is not None:
+            if not values:
+                raise LabError(f"--{name}s names nothing; give at least one.")
+            axes[name] = values
+    base = study.base.with_(**{k: v for k, v in given.items() if not isinstance(v, list)})
+    texts = study.measurements if measure is None else tuple(split(measure))
+    made = Study(base, axes, texts)
+    return replace(made, folder=out or default_folder(made))
+
+
+# The commands
+
+
+def compare(
+    norms: Norms = None, seeds: Seeds = None, measure: Measure = None, out: Out = None, config: Config = None,
+    device: Device = None, root: Root = None, download: Download = False, tensorboard: Board = False, *,
+    settings: Given,
+) -> None:  # fmt: skip
+    """Train one network with several normalizers, measure each, and write a page.
+
+    Without arguments: none, batch, group, batch_group and switchable on 5,000 MNIST images, about two minutes. The same
+    command again goes on where it was, and computes nothing twice.
+    """
+    from .display import watcher
+    from .evaluate import parse
+    from .study import Results, run_study
+
+    study = _study(norms, seeds, measure, config, out, settings)
+    names = [parse(m).name for m in study.measurements]
+    with watcher(_console(stderr=True), study.grid(), names, Results(study, []).label) as watch:
+        results = run_study(
+            study, progress=watch, device=device, root=root, download=download, tensorboard=tensorboard
+        )
+    results.show()
+    typer.echo(f"\nresults  {study.folder}\npage     {results.report()}")
+
+
+app.command("compare")(_with_settings(compare, skip=("norm", "seed"), axes=True))
+
+
+def train(
+    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    measure: Measure = None, config: Config = None, device: Device = None, root: Root = None,
+    download: Download = False, tensorboard: Board = False, *, settings: Given,
+) -> None:  # fmt: skip
+    """Train one network; weights, log and settings go to a folder."""
+    from . import study
+    from .display import watcher
+    from .evaluate import parse
+    from .settings import Settings
+
+    chosen = Settings() if config is None else Settings.read(config)
+    chosen = chosen.with_(**_parsed(settings, axes=False))
+    texts = split(measure or "")
+    names = [parse(m).name for m in texts]
+    with watcher(_console(stderr=True), [chosen], names, lambda s: s.norm) as watch:
+        run = study.train(
+            chosen, out, measure=texts, progress=watch, device=device, root=root, download=download,
+            tensorboard=tensorboard,
+        )  # fmt: skip
+    last = run.history[-1]
+    shown = ("loss", "train_accuracy", "accuracy", "test_loss")
+    said = [f"{k.replace('_', ' ')} {last[k]:.4g}" for k in shown if isinstance(last.get(k), (int, float))]
+    typer.echo(f"epoch {last['epoch']}: {', '.join(said)}")
+    _print_records([r for r in run.records if r["measurement"] in names])
+    typer.echo(f"weights  {out / 'best.safetensors'}")
+
+
+app.command("train")(_with_settings(train, skip=(), axes=False))
+
+
+@app.command()
+def evaluate(
+    checkpoint: Checkpoint = None,
+    measure: Measure = None,
+    data: DataName = None,
+    model: Annotated[str | None, typer.Option(help="Network of weights that normlab did not write.")] = None,
+    norm: Annotated[str | None, typer.Option(help="Its normalization.")] = None,
+    module: Module = None, weights: Weights = None, mean: Mean = None, std: Std = None,
+    out: Annotated[Path | None, typer.Option(help="File to append the results to, as JSON lines.")] = None,
+    seed: Annotated[int, typer.Option(help="Of noise and random starts.", min=0)] = 0,
+    test_size: Annotated[int, typer.Option(help="Test images used; 0 for all.", min=0)] = 0,
+    batch_size: Annotated[int, typer.Option(help="Images at a time; 0 chooses.", min=0)] = 0,
+    device: Device = None, root: Root = None, download: Download = False,
+) -> None:  # fmt: skip
+    """Measure trained weights: of a run, of a network by name, or of a module of your own."""
+    from . import evaluate as measuring
+    from .store import append_line
+    from .study import DEFAULT, pick_device, versions
+    from .subjects import subject
+
+    place = pick_device(device)
+    asked = [measuring.parse(m) for m in (DEFAULT.measurements if measure is None else split(measure))]
+    net, images = subject(
+        checkpoint, data=data, model=model, norm=norm, module=module, weights=weights, mean=mean, std=std,
+        test_size=test_size, root=root, download=download,
+    )  # fmt: skip
+    net, images = net.to(place), images.to(place)
+    records = []
+    with _console(stderr=True).status("") as status:
+        for one in asked:
+            status.update(one.name)
+            records += measuring.measure(
+                net, images, [one], device=place, seed=seed, batch_size=batch_size or None
+            )
+            if out is not None:
+                append_line(out, records[-1] | {"data": images.name, "versions": versions()})
+    _print_records(records)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of `normlab compare` or `train`.")],
+    out: Annotated[Path | None, typer.Option(help="The file; report.html in the folder, or stdout.")] = None,
+    form: Annotated[str, typer.Option("--format", help="html, markdown or csv.")] = "html",
+) -> None:
+    """Write the page of results, or their table in another form."""
+    from .report import terminal
+    from .store import write_atomic
+    from .study import read_results
+
+    if form not in ("html", "markdown", "csv"):
+        raise LabError(f"--format cannot be {form!r}; expected html, markdown or csv.")
+    results = read_results(folder)
+    if not any(run.records or run.history for run in results.runs):
+        raise LabError(f"{folder} has no finished epoch yet, so there is nothing to report.")
+    if form == "html":
+        typer.echo(results.report(out))
+        return
+    text = terminal.markdown(results) if form == "markdown" else terminal.csv(results)
+    typer.echo(text if out is None else write_atomic(out, text), nl=out is not None)
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="Table or figure, as --list names them.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="What can be reproduced.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="At the paper's scale.")] = False,
+    out: Out = None,
+    seeds: Seeds = None,
+    only: Annotated[str | None, typer.Option(help="Compute only these cells: norm=batch,seed=1.")] = None,
+    weights: Pretrained = None, images: Photographs = None,
+    device: Device = None, root: Root = None, download: Download = False,
+) -> None:  # fmt: skip
+    """Run a paper's table or figure again and print ours beside the paper's."""
+    from . import reproduce as papers
+    from .display import Lines
+
+    if list_ or name is None:
+        typer.echo(papers.listing())
+        return
+    folder = out or Path("runs") / (f"{name}-full" if full else name)
+    outcome = papers.run(
+        name, folder, full=full, device=device, data_root=root, download=download,
+        progress=Lines(_console(stderr=True), [], [], lambda s: s.norm),
+        seeds=None if seeds is None else seeds_of(seeds), only=papers.parse_only(only) if only else None,
+        weights=weights, images=images,
+    )  # fmt: skip
+    typer.echo(str(outcome))
+    for path in (*outcome.figures, *([outcome.report] if outcome.report else [])):
+        typer.echo(path)
+
+
+@app.command()
+def bench(
+    norms: Norms = None,
+    device: Device = None,
+    rounds: Annotated[int, typer.Option(help="Repetitions, of which the median is taken.", min=1)] = 15,
+) -> None:
+    """Time layers, forward and backward, as multiples of torch's batch norm."""
+    from .analysis import table
+    from .bench import time_layers
+    from .norms import parse_norm
+    from .study import pick_device
+
+    usual = "batch,group,layer,instance,batch_group,switchable"
+    chosen = [parse_norm(n).label for n in split(norms or usual)]
+    place = pick_device(device)
+    with _console(stderr=True).status("timing"):
+        found = time_layers(chosen, device=place, rounds=rounds)
+    rows = [(f.norm, " x ".join(map(str, f.shape)), f"{f.milliseconds:.3f}", f"{f.ratio:.2f}") for f in found]
+    typer.echo(table(("norm", "shape", "ms", "x nn.BatchNorm2d"), rows))
+
+
+@app.command()
+def inspect(
+    model: Network,
+    norm: Annotated[str, typer.Option(help="Normalization of a network by name.")] = "batch",
+    data: Annotated[
+        str | None, typer.Option(help="Data set that decides its input; 32 x 32 colour otherwise.")
+    ] = None,
+    root: Root = None,
+    download: Download = False,
+) -> None:
+    """Show the norm layers of a network, importance weights of switchable ones, and CAPV."""
+    from .analysis import describe
+    from .settings import Settings
+    from .study import build_model, load_data, load_model
+
+    path = Path(model)
+    if path.suffix == ".safetensors" or path.exists():
+        net, settings = load_model(path)
+        typer.echo(f"{settings.model} with {settings.norm}, trained on {settings.data}\n")
+    else:
+        settings = Settings(model=model, norm=norm)
+        colour: Any = SimpleNamespace(
+            channels=3, size=(32, 32), classes=tuple("0123456789"), mean=(0.5,) * 3, std=(0.25,) * 3
+        )
+        like = (
+            colour if data is None else load_data(replace(settings, data=data), root=root, download=download)
+        )
+        net = build_model(settings, like)
+    typer.echo(describe(net.eval()))
+
+
+def _print_records(records: Sequence[dict[str, Any]]) -> None:
+    from .analysis import table
+
+    rows = [
+        (
+            r.get("title", r["measurement"]),
+            "" if r.get("accuracy") is None else f"{r['accuracy']:.2f}",
+            str(r["n"]),
+            f"{r['seconds']:.1f}",
+        )
+        for r in records
+    ]
+    if rows:
+        typer.echo(table(("measurement", "accuracy %", "images", "seconds"), rows))
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)

@@ -1,0 +1,213 @@
+"""What a terminal shows while a study runs: a table that fills, two bars, and the time left."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from .loop import Watcher
+from .settings import Settings
+
+__all__ = ["Clock", "Lines", "Screen", "watcher"]
+
+
+def watcher(console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any) -> Lines:
+    """A screen on a terminal, lines elsewhere."""
+    kind = Screen if console.is_terminal else Lines
+    return kind(console, grid, measurements, label)
+
+
+class Clock:
+    """The time left, from the time that epochs and measurements have taken so far.
+
+    A kind of work that has not happened yet is taken to last as long as an epoch.
+    """
+
+    def __init__(self, epochs: int, measurements: dict[str, int]) -> None:
+        self.left: dict[str, float] = {"": epochs, **measurements}  # "" is an epoch
+        self.took: dict[str, list[float]] = {}
+        self.work, self.done = sum(self.left.values()), 0.0
+
+    def tick(self, kind: str, seconds: float) -> None:
+        self.took.setdefault(kind, []).append(seconds)
+        self.drop(kind)
+
+    def drop(self, kind: str, number: float = 1) -> None:
+        """Work that need not be done."""
+        self.left[kind] = max(0.0, self.left.get(kind, 0.0) - number)
+        self.done += number
+
+    def seconds(self) -> float | None:
+        if not self.took:
+            return None
+        epoch = statistics.fmean(self.took.get("") or [t for ts in self.took.values() for t in ts])
+        each = {k: statistics.fmean(self.took[k]) if k in self.took else epoch for k in self.left}
+        return sum(n * each[k] for k, n in self.left.items())
+
+
+class Lines(Watcher):
+    """One line when a run has been trained and one when it has been measured, for logs and pipes."""
+
+    def __init__(
+        self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any
+    ) -> None:
+        self.console, self.label = console, label
+        self.grid, self.measurements = list(grid), list(measurements)
+        self.cells: dict[str, dict[str, list[float]]] = {}
+        epochs = sum(s.epochs for s in self.grid)
+        self.clock = Clock(epochs, dict.fromkeys(self.measurements, len(self.grid)))
+        self.current: Settings | None = None
+        self.line: dict[str, Any] = {}
+        self.started = time.perf_counter()
+        self.open = list(self.measurements)
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def known(self, settings: Settings, records: Sequence[dict[str, Any]]) -> None:
+        """Results that are there already."""
+        for record in records:
+            if record["measurement"] in self.measurements:
+                self.clock.drop(record["measurement"])
+                self._note(settings, record)
+
+    def run(self, settings: Settings, *, done_epochs: int) -> None:
+        self.current, self.line = settings, {}
+        self.clock.drop("", done_epochs)
+
+    def epoch(self, line: dict[str, Any]) -> None:
+        self.line = line
+        self.clock.tick("", line["seconds"])
+        if self.current and line["epoch"] == self.current.epochs:
+            self.trained(self.current)
+
+    def measured(self, settings: Settings, record: dict[str, Any]) -> None:
+        self.clock.tick(record["measurement"], record.get("seconds", 0.0))
+        self._note(settings, record)
+        self.tell(settings, record)
+
+    def trained(self, settings: Settings) -> None:
+        said = "".join(
+            f", {k.replace('_', ' ')} {self.line[k]:.4g}" for k in ("loss", "accuracy") if self.line.get(k)
+        )
+        self._say(f"{self._who(settings)}: {settings.epochs} epochs{said}")
+
+    def tell(self, settings: Settings, record: dict[str, Any]) -> None:
+        value = record.get("accuracy")
+        self._say(
+            f"{self._who(settings)}: {record['measurement']}" + ("" if value is None else f" {value:.2f} %")
+        )
+
+    def note(self, sentence: str) -> None:
+        self._say(sentence)
+
+    def _note(self, settings: Settings, record: dict[str, Any]) -> None:
+        if record.get("accuracy") is not None:
+            row = self.cells.setdefault(self.label(replace(settings, seed=0)), {})
+            row.setdefault(record["measurement"], []).append(float(record["accuracy"]))
+
+    def _who(self, settings: Settings) -> str:
+        return f"{self.label(settings)}, seed {settings.seed}"
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text), highlight=False)
+
+
+class Screen(Lines):
+    """The table of means so far, a bar for the study and a bar for what is being done now."""
+
+    def __init__(
+        self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any
+    ) -> None:
+        super().__init__(console, grid, measurements, label)
+        self.bars = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"), console=console,
+        )  # fmt: skip
+        self.all = self.bars.add_task("study", total=round(self.clock.work), left="")
+        self.now = self.bars.add_task("starting", total=None, left="")
+        self.live = Live(get_renderable=self._render, console=console, refresh_per_second=5, transient=True)
+
+    def __enter__(self) -> Screen:
+        self.live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.live.__exit__(*exc)  # type: ignore[arg-type]
+
+    def run(self, settings: Settings, *, done_epochs: int) -> None:
+        super().run(settings, done_epochs=done_epochs)
+        self._now(f"{self._who(settings)}, training", settings.epochs, done_epochs)
+
+    def step(self, epoch: int, step: int, steps: int) -> None:
+        self.bars.update(self.now, completed=round(epoch - 1 + step / steps, 1))
+
+    def epoch(self, line: dict[str, Any]) -> None:
+        super().epoch(line)
+        said = f"  {line['accuracy']:.1f} %" if line.get("accuracy") is not None else ""
+        self.bars.update(
+            self.now, completed=line["epoch"], left=f"loss {line.get('loss') or float('nan'):.3f}{said}"
+        )
+        self._tick()
+
+    def measuring(self, settings: Settings, measurement: str) -> None:
+        self._now(f"{self._who(settings)}, {measurement}", None, 0)
+
+    def measuring_step(self, measurement: str, done: int, total: int) -> None:
+        self.bars.update(self.now, completed=done, total=total)
+
+    def trained(self, settings: Settings) -> None: ...
+
+    def tell(self, settings: Settings, record: dict[str, Any]) -> None:
+        self._tick()
+
+    def known(self, settings: Settings, records: Sequence[dict[str, Any]]) -> None:
+        super().known(settings, records)
+        self._tick()
+
+    def note(self, sentence: str) -> None:
+        self.live.console.print(Text(sentence))
+
+    def _now(self, description: str, total: int | None, done: int) -> None:
+        self.bars.reset(self.now, description=description, total=total, completed=done, left="")
+        self._tick()
+
+    def _tick(self) -> None:
+        left = self.clock.seconds()
+        said = "" if left is None else f"about {_span(left)} left"
+        self.bars.update(self.all, completed=round(self.clock.done), left=said)
+
+    def _render(self) -> Group:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("accuracy in per cent")
+        for name in self.measurements:
+            table.add_column(Text(name), justify="right")
+        table.add_column("runs", justify="right")
+        for label in dict.fromkeys(self.label(replace(s, seed=0)) for s in self.grid):
+            row = self.cells.get(label, {})
+            means = [f"{statistics.fmean(row[m]):.1f}" if m in row else "" for m in self.measurements]
+            table.add_row(Text(label), *means, str(max(map(len, row.values()), default=0)))
+        return Group(table, self.bars)
+
+
+def _span(seconds: float) -> str:
+    """
+    >>> _span(42), _span(200), _span(9000)
+    ('42 s', '3 min', '2 h 30 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,153 @@
+"""What a study asks: settings, the axes along which they vary, and what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._text import nearest
+from . import settings as settings_
+from . import toml
+from .errors import LabError
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .evaluate import Measurement
+
+__all__ = ["DEFAULT", "Study", "default_folder", "make_study", "measurements_of", "names_of"]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is asked: settings, the axes along which they vary, what is measured, and where it is kept.
+
+    ``axes`` names settings, ``{"norm": ["none", "batch"], "seed": [0, 1, 2], "batch_size": [128, 2]}``, and the grid is
+    their product. Settings that vary together are one axis, ``{"norm,lr": [("none", 0.01), ("batch", 0.1)]}``.
+    ``measurements`` are texts such as "clean" and "pgd(eps=0.1, steps=20)".
+
+    >>> [s.norm for s in Study(axes={"norm": ["none", "batch"]}).grid()]
+    ['none', 'batch']
+    """
+
+    base: Settings = field(default_factory=Settings)
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    measurements: tuple[str, ...] = ("clean",)
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        axes = {name: axis_of(name, values) for name, values in self.axes.items()}
+        seen: list[str] = [n for axis in axes for n in names_of(axis)]
+        twice = next((n for n in seen if seen.count(n) > 1), None)
+        if twice:
+            raise LabError(f"{twice} is on two axes of the grid; expected one.")
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "measurements", tuple(dict.fromkeys(self.measurements)))
+        object.__setattr__(self, "folder", None if self.folder is None else Path(self.folder))
+        # Along an axis the base has the first value: two studies that ask the same are then equal.
+        first = [dict(zip(names_of(n), tuple_of(n, values[0]), strict=True)) for n, values in axes.items()]
+        object.__setattr__(self, "base", self.base.with_(**{k: v for d in first for k, v in d.items()}))
+        self.grid()  # every cell is valid, or a sentence
+
+    def grid(self) -> list[Settings]:
+        """Every cell, the seed varying fastest."""
+        names = sorted(self.axes, key=lambda n: "seed" in names_of(n))  # stable: the order asked, seeds last
+        cells = []
+        for values in product(*(self.axes[n] for n in names)):
+            pairs = [
+                zip(names_of(n), tuple_of(n, v), strict=True) for n, v in zip(names, values, strict=True)
+            ]
+            cells.append(self.base.with_(**{k: v for p in pairs for k, v in p}))
+        return list(dict.fromkeys(cells))
+
+    def to_toml(self) -> str:
+        values: dict[str, Any] = {"measurements": list(self.measurements)} | self.base.values()
+        return toml.dumps(values | {"axes": {k: list(v) for k, v in self.axes.items()}})
+
+    @classmethod
+    def read(cls, path: str | Path, *, folder: Path | None = None) -> Study:
+        """A study.toml, or the settings.toml of one run; measurements and axes may be left out."""
+        values = toml.read(path)
+        known = (*settings_.NAMES, "measurements", "axes")
+        unknown = [k for k in values if k not in known]
+        if unknown:
+            raise LabError(f"{path}: unknown setting {unknown[0]!r}; {nearest(unknown[0], known)}")
+        measurements, axes = values.pop("measurements", None), values.pop("axes", {})
+        wrong = not isinstance(axes, dict) or not all(isinstance(v, list) for v in axes.values())
+        if wrong or not (measurements is None or isinstance(measurements, list)):
+            raise LabError(f"{path}: measurements is a list of names, and [axes] a table of lists.")
+        base = Settings.from_values(values, source=str(path))
+        try:
+            return cls(
+                base, axes, DEFAULT.measurements if measurements is None else tuple(measurements), folder
+            )
+        except LabError as error:
+            raise LabError(f"{path}: {error}") from None
+
+
+def names_of(axis: str) -> tuple[str, ...]:
+    return tuple(n.strip() for n in axis.split(","))
+
+
+def tuple_of(axis: str, value: Any) -> tuple[Any, ...]:
+    return tuple(value) if "," in axis else (value,)
+
+
+def axis_of(name: str, values: Sequence[Any]) -> list[Any]:
+    """The values of an axis, each once, or a sentence."""
+    unknown = next((n for n in names_of(name) if n not in settings_.NAMES), None)
+    if unknown is not None:
+        raise LabError(f"{unknown!r} is no setting, so it is no axis; {nearest(unknown, settings_.NAMES)}")
+    if isinstance(values, str) or not values:
+        raise LabError(f"axis {name} needs a list with at least one value; got {values!r}.")
+    frozen = [tuple(v) if isinstance(v, list) else v for v in values]
+    if "," in name and any(not isinstance(v, tuple) or len(v) != len(names_of(name)) for v in frozen):
+        raise LabError(f"axis {name} needs {len(names_of(name))} values in each place; got {list(values)}.")
+    return list(dict.fromkeys(frozen))
+
+
+def measurements_of(texts: Sequence[str]) -> list[Measurement]:
+    from .evaluate import parse
+
+    found = {m.name: m for m in map(parse, texts)}  # the same one under two spellings is one
+    return list(found.values())
+
+
+# The comparison that is run when nothing else is asked: the claim of "Batch Normalization is a Cause of Adversarial
+# Vulnerability" at a size for two cores and about two minutes.
+DEFAULT = Study(
+    Settings(),
+    {"norm": ("none", "batch", "group", "batch_group", "switchable"), "seed": (0, 1)},
+    ("clean", "noise", "bim", "pgd"),
+)
+
+
+def make_study(
+    norms: Sequence[str],
+    seeds: int | Sequence[int],
+    measure: Sequence[str],
+    out: str | Path | None,
+    settings: Mapping[str, Any],
+    base: Settings | None = None,
+) -> Study:
+    """The study of :func:`compare`: settings that are lists become axes, in the order norm, others, seed."""
+    lists = {
+        k: v
+        for k, v in settings.items()
+        if isinstance(v, (list, tuple)) and k not in ("milestones", "options")
+    }
+    single = {k: v for k, v in settings.items() if k not in lists}
+    seeds = range(seeds) if isinstance(seeds, int) else seeds
+    axes = {"norm": list(norms), **lists, "seed": list(seeds)}
+    study = Study((base or Settings()).with_(**single), axes, tuple(measure))
+    return replace(study, folder=Path(out) if out is not None else default_folder(study))
+
+
+def default_folder(study: Study) -> Path:
+    """By data, model and everything that cannot be extended, so that other settings have another folder."""
+    fixed = study.base.with_(norm="none", seed=0)
+    varied = toml.dumps({k: list(v) for k, v in study.axes.items() if k not in ("norm", "seed")})
+    digest = settings_.digest_of(fixed.digest() + varied)
+    return Path("runs") / f"{settings_.slug(fixed.data)}-{settings_.slug(fixed.model)}-{digest}"

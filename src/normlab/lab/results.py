@@ -1,0 +1,143 @@
+"""What a study's folder holds: runs, their logs and records, and tables of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .._text import nearest, words
+from .errors import LabError
+from .grid import Study, measurements_of, names_of
+from .settings import Settings
+from .store import read_lines
+
+__all__ = ["Results", "Row", "Run", "plain", "read_results", "read_run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training and what was measured on it."""
+
+    settings: Settings
+    folder: Path
+    history: list[dict[str, Any]]  # the lines of log.jsonl
+    records: list[dict[str, Any]]  # the lines of results.jsonl of this run
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ in the seed only, under one measurement."""
+
+    settings: Settings  # of the first seed
+    label: str  # the values along the axes, "batch, batch size 32"
+    n: int
+    mean: float
+    error: float | None  # standard error of the mean; None for one run
+    values: tuple[float, ...]  # in per cent, by seed
+
+
+@dataclass(frozen=True)
+class Results:
+    """Runs and records of a study, ready to be shown."""
+
+    study: Study
+    runs: list[Run]
+
+    @property
+    def measurements(self) -> list[str]:
+        """Names of what was measured, in the order of the first run."""
+        return list(dict.fromkeys(r["measurement"] for run in self.runs for r in run.records))
+
+    def table(self, measurement: str, value: str = "accuracy") -> list[Row]:
+        """A row for each setting but the seed. A measurement may be named by the beginning of its name."""
+        name = self._full_name(measurement)
+        groups: dict[Settings, list[tuple[Run, float]]] = {}
+        for run in self.runs:
+            for record in run.records:
+                if record["measurement"] == name and record.get(value) is not None:
+                    groups.setdefault(replace(run.settings, seed=0), []).append((run, float(record[value])))
+        rows = []
+        for pairs in groups.values():
+            values = tuple(v for _, v in pairs)
+            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+            first = pairs[0][0].settings
+            rows.append(Row(first, self.label(first), len(values), statistics.fmean(values), error, values))
+        return rows
+
+    def label(self, settings: Settings) -> str:
+        """What tells these settings from the others of the study: ``batch, batch size 32``."""
+        names = [n for axis in self.study.axes for n in names_of(axis) if n not in ("seed", "norm")]
+        others = [f"{n.replace('_', ' ')} {plain(getattr(settings, n))}" for n in names]
+        return ", ".join([settings.norm, *others])
+
+    def show(self) -> None:
+        """Print the table of all measurements, and its reading."""
+        from rich.console import Console
+
+        from .report import terminal
+
+        console = Console()
+        console.print(terminal.table(self))
+        console.print(terminal.sentences(self), markup=False, highlight=False)
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """The page, in the study's folder unless a path is given."""
+        from .report import write_report
+
+        if path is None and self.study.folder is None:
+            raise LabError(
+                "these results have no folder; say where the page goes, results.report('report.html')."
+            )
+        return write_report(self, path or self.study.folder / "report.html")  # type: ignore[operator]
+
+    def _full_name(self, measurement: str) -> str:
+        known = self.measurements
+        if measurement in known:
+            return measurement
+        begun = [n for n in known if n.startswith(measurement)]
+        if len(begun) != 1:
+            said = f"begins {words(begun)}" if begun else "was not measured"
+            raise LabError(f"{measurement!r} {said}; {nearest(measurement, known)}")
+        return begun[0]
+
+
+def read_run(folder: str | Path) -> Run:
+    """The run of :func:`train`."""
+    folder = Path(folder)
+    settings = Settings.read(folder / "settings.toml")
+    return Run(settings, folder, read_lines(folder / "log.jsonl"), read_lines(folder / "results.jsonl"))
+
+
+def read_results(folder: str | Path) -> Results:
+    """What a folder holds, also while it is being written."""
+    folder = Path(folder)
+    if not (folder / "study.toml").is_file():
+        if (folder / "settings.toml").is_file():
+            run = read_run(folder)
+            return Results(Study(run.settings, {}, (), folder), [run])
+        raise LabError(
+            f"{folder} holds no results: there is no study.toml in it; `normlab compare --out` makes one."
+        )
+    study = Study.read(folder / "study.toml", folder=folder)
+    records: dict[str, list[dict[str, Any]]] = {}
+    for record in read_lines(folder / "results.jsonl"):
+        records.setdefault(record["digest"], []).append(record)
+    order = [m.name for m in measurements_of(study.measurements)]
+    runs = []
+    for settings in study.grid():
+        home, own = folder / "runs" / settings.name, records.get(settings.digest(), [])
+        if (home / "settings.toml").is_file() or own:
+            own.sort(key=lambda r: order.index(r["measurement"]) if r["measurement"] in order else len(order))
+            runs.append(Run(settings, home, read_lines(home / "log.jsonl"), own))
+    return Results(study, runs)
+
+
+def plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
