@@ -19,7 +19,7 @@ from .._text import nearest, words
 from .attacks import Attack, Ball, Units, as_found, bim, fgsm, pgd, shown, standard_deviation
 from .data import augment, pixels, resize
 from .errors import LabError
-from .predict import Change, accuracy_under, batch_size_for, device_of, predictions
+from .predict import Change, Score, batch_size_for, device_of, predictions, score_under
 from .seeds import generator
 
 if TYPE_CHECKING:
@@ -80,13 +80,16 @@ class Subject:
         return generator(self.seed, *purpose, device=device_of(self.model))
 
     def accuracy(self, change: Change | None = None, *, show: _Shown | None = None) -> float:
+        return self.score(change, show=show).accuracy
+
+    def score(self, change: Change | None = None, *, show: _Shown | None = None) -> Score:
         def seen(first: int, x: Tensor) -> None:
             self.step()
             if show is not None:
                 show.look(first, x)
 
         test = self.data.test
-        return accuracy_under(change, self.model, test.x, test.y, self.batch_size, top=self.top, seen=seen)
+        return score_under(change, self.model, test.x, test.y, self.batch_size, top=self.top, seen=seen)
 
     def batches(self) -> int:
         size = self.batch_size or batch_size_for(device_of(self.model))
@@ -149,13 +152,13 @@ class Kind(NamedTuple):
 
 
 def _clean(subject: Subject, arguments: Arguments) -> dict[str, Any]:
-    return {"accuracy": subject.accuracy()}
+    return subject.score()._asdict()
 
 
 def _noise(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     show = _Shown(subject)
-    found = subject.accuracy(_noisy(subject, arguments, arguments["std"]), show=show)
-    return {"accuracy": found, **show.record()}
+    found = subject.score(_noisy(subject, arguments, arguments["std"]), show=show)
+    return {**found._asdict(), **show.record()}
 
 
 def _noise_curve(subject: Subject, arguments: Arguments) -> dict[str, Any]:
@@ -260,8 +263,8 @@ def _attack_kind(kind: str, norm: Ball) -> dict[str, Kind]:
     def run(subject: Subject, arguments: Arguments) -> dict[str, Any]:
         show = _Shown(subject)
         attack = attack_of(kind, norm, arguments, arguments["eps"])
-        found = subject.accuracy(_attacked(subject, attack, arguments.get("target")), show=show)
-        return {"accuracy": found, **show.record()}
+        found = subject.score(_attacked(subject, attack, arguments.get("target")), show=show)
+        return {**found._asdict(), **show.record()}
 
     def run_curve(subject: Subject, arguments: Arguments) -> dict[str, Any]:
         found = []

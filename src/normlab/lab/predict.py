@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .._text import words
 from ..routing import route
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "Change", "Mixed", "accuracy", "accuracy_under", "affinity", "batch_size_for", "device_of", "predict_with",
-    "predictions", "routed", "transfer",
+    "Change", "Mixed", "Score", "accuracy", "accuracy_under", "affinity", "batch_size_for", "device_of", "predict_with",
+    "predictions", "routed", "score_under", "transfer",
 ]  # fmt: skip
 
 Change = Callable[[Tensor, Tensor], Tensor]  # pixels [N, C, H, W] and labels [N] to changed pixels
@@ -51,19 +52,42 @@ def accuracy_under(
     seen: Callable[[int, Tensor], None] = lambda first, x: None,
 ) -> float:
     """The same after a change of the images; ``seen`` is shown each changed batch and the number of its first image."""
+    return score_under(change, model, x, y, batch_size, top=top, seen=seen).accuracy
+
+
+class Score(NamedTuple):
+    """What a pass over images finds."""
+
+    accuracy: float  # in per cent
+    loss: float  # mean cross entropy
+
+
+def score_under(
+    change: Change | None,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    batch_size: int | None = None,
+    *,
+    top: int = 1,
+    seen: Callable[[int, Tensor], None] = lambda first, x: None,
+) -> Score:
+    """Accuracy and loss after a change of the images."""
     if not len(y):
         raise LabError("there are no images to measure on")
     device = device_of(model)
-    right = torch.zeros((), dtype=torch.long, device=device)  # asked for once, at the end
+    sums = torch.zeros(2, dtype=torch.double, device=device)  # asked for once, at the end
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, device, batch_size):
             images = part if change is None else change(part, labels)
             logits = _logits(model, images)
-            right += (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).sum()
+            right = (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).sum()
+            sums += torch.stack([right.double(), F.cross_entropy(logits, labels, reduction="sum").double()])
             seen(first, images)
             first += len(labels)
-    return 100 * right.item() / len(y)
+    right, loss = sums.tolist()
+    return Score(100 * right / len(y), loss / len(y))
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
