@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..errors import LabError
 from ..norms import NormSpec
 from .common import Sized
 
@@ -29,6 +30,9 @@ def _features(data: Sized, norm: NormSpec, plan: Sequence[int]) -> tuple[nn.Sequ
     channels, (height, width) = data.channels, data.size
     for wide in plan:
         if wide:
+            if height * width == 1 and norm.name in ("instance", "meta"):
+                raise LabError(f"{data.size[0]}x{data.size[1]} images are one pixel here, which has no statistics; "
+                               f"{norm.label} needs larger ones, or use layer, group or batch")  # fmt: skip
             layers += [nn.Conv2d(channels, wide, 3, padding=1), norm.make(wide), nn.ReLU()]
             channels = wide
         elif min(height, width) > 1:  # images below 32x32 are down to one pixel before the last pool
