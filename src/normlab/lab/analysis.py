@@ -1,13 +1,14 @@
 """What goes on inside a model: importance weights, CAPV, effective affine maps, exploding gradients, components.
 
-Pure functions that return plain data. :func:`describe` puts what applies to a model into text, for ``normlab inspect``.
+Pure functions that return plain data. :func:`describe` puts what applies to a model into text, for ``normlab
+inspect``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from .._text import nearest
 from ..layers import Norm
 from ..plain import Plain, is_norm, read
 from ..surgery import named
+from .attacks import as_found
 from .errors import LabError
 
 __all__ = [
-    "Capv", "Explosion", "Layer", "Pca", "Scale", "Weights", "activations", "as_found", "average_importance", "capv",
+    "Capv", "Explosion", "Layer", "Pca", "Scale", "Weights", "activations", "average_importance", "capv",
     "depth_limit", "describe", "effective_affine", "explosion_rate", "gradient_explosion", "importance",
     "importance_over_training", "norm_layers", "pca", "representations", "table",
 ]  # fmt: skip
@@ -82,7 +84,7 @@ def importance_over_training(log: Iterable[Mapping[str, Any]]) -> dict[str, dict
     return curves
 
 
-# --- CAPV: how far the affine maps of classes or branches drift apart ------------------------------------------------
+# --- CAPV: how far the affine maps of classes or branches drift apart -----------------------------------------------
 
 
 class Capv(NamedTuple):
@@ -145,7 +147,7 @@ def _independent_scales(layer: Norm) -> Tensor | None:
     return product
 
 
-# --- norm layers and their effective affine maps ----------------------------------------------------------------------
+# --- norm layers and their effective affine maps --------------------------------------------------------------------
 
 
 class Layer(NamedTuple):
@@ -190,7 +192,8 @@ def effective_affine(
     """The effective scale of every norm layer by depth, summed up over its channels.
 
     Layers with running statistics are one scale and shift a channel, read from their parameters and buffers. Others
-    scale each sample differently: given ``inputs``, the slope of output on input over all values of a channel is taken.
+    scale each sample differently: given ``inputs``, the slope of output on input over all values of a channel
+    is taken.
     """
     measured = {} if inputs is None else _slopes(model, inputs)
     found = []
@@ -234,7 +237,7 @@ def _slopes(model: nn.Module, inputs: Tensor) -> dict[str, tuple[Tensor, Tensor]
 
         return hook
 
-    with as_found(model, training=False):
+    with as_found(model):
         hooks = [m.register_forward_hook(note(n[0])) for n, m in named(model, is_norm)]
         try:
             model(inputs)
@@ -242,22 +245,6 @@ def _slopes(model: nn.Module, inputs: Tensor) -> dict[str, tuple[Tensor, Tensor]
             for hook in hooks:
                 hook.remove()
     return found
-
-
-@contextmanager
-def as_found(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put the whole model into training or evaluation mode; modes and buffers are as before afterwards."""
-    modes = [(m, m.training) for m in model.modules()]
-    buffers = [(b, b.clone()) for b in model.buffers()] if training else []
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 # --- gradient explosion under batch norm ---------------------------------------------------------------------------
@@ -429,8 +416,11 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+_NUMBER = re.compile(r"[-+]?[\d.]*(e[-+]?\d+)?( ± [\d.]+)?")
+
+
 def _is_number(text: str) -> bool:
-    return not text or text[0].isdigit() or (text[0] in "-+." and text[1:2].isdigit())
+    return _NUMBER.fullmatch(text) is not None
 
 
 def describe(model: nn.Module, inputs: Tensor | None = None) -> str:

@@ -1,0 +1,142 @@
+"""Tables and figures of papers, run again: ``run("vulnerability-table2", "out")``.
+
+An entry has a default scale, for minutes on two cores and data that come with packages, and the paper's own
+scale, which
+``full=True`` runs. What it prints and draws is the paper's figure beside ours, with the number of seeds, the mean and
+its standard error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..._text import nearest
+from ..errors import LabError
+from ..store import finite, write_atomic
+from ..study import versions
+from .base import Context, Entry, Outcome, Scale, as_text
+
+if TYPE_CHECKING:
+    from ..loop import Watcher
+
+__all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "listing", "parse_only", "parse_seeds", "run"]
+
+PAPERS = ("vulnerability",)  # modules of this package with ENTRIES, by the paper's short name
+
+
+def entries() -> dict[str, Entry]:
+    """Every reproduction by name, in the order of the papers."""
+    found = (e for paper in PAPERS for e in import_module(f".{paper}", __name__).ENTRIES)
+    return {entry.name: entry for entry in found}
+
+
+def listing() -> str:
+    """What ``normlab reproduce --list`` prints."""
+    from ..analysis import table
+
+    head = ("name", "what", "default scale", "minutes", "--full")
+    return table(head, [(e.name, e.what, e.default, f"{e.minutes:g}", e.full) for e in entries().values()])
+
+
+def run(
+    name: str,
+    folder: str | Path,
+    *,
+    full: bool = False,
+    device: str | None = None,
+    data_root: str | Path | None = None,
+    download: bool = False,
+    progress: Watcher | None = None,
+    seeds: int | Sequence[int] | None = None,
+    only: Mapping[str, str] | None = None,
+    weights: str | Path | None = None,
+    images: str | Path | None = None,
+    capture: bool | None = None,
+    scale: Scale | None = None,
+) -> Outcome:
+    """Run an entry, and write its figures and a page to ``folder``. What is there already is not computed again.
+
+    Args:
+        full: the paper's scale.
+        seeds: how many, or which; otherwise as many as the scale has.
+        only: compute only cells with these settings, ``{"norm": "batch", "seed": "1"}``. Several processes may work in
+            one
+            folder, with the same or with different choices: a cell that one works on is left to it by the others.
+        weights, images: folders of pretrained weights and of ImageNet's validation images, for the entries
+        that need them.
+        capture: replay training steps as CUDA graphs; by default on CUDA. It changes no number, only the time.
+    """
+    known = entries()
+    if name not in known:
+        raise LabError(f"there is no reproduction {name!r}; {nearest(name, known)}")
+    ctx = Context(
+        Path(folder),
+        scale or ("full" if full else "default"),
+        None if device is None or device == "auto" else str(device),
+        None if data_root is None else Path(data_root),
+        download,
+        progress,
+        tuple(range(seeds)) if isinstance(seeds, int) else None if seeds is None else tuple(seeds),
+        dict(only or {}),
+        None if weights is None else Path(weights),
+        None if images is None else Path(images),
+        capture,
+    )
+    outcome = known[name].run(ctx)
+    return _written(known[name], ctx, outcome)
+
+
+def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
+    """The comparison as JSON, and the page."""
+    from ..report import write_report
+
+    about = {
+        "name": entry.name, "source": entry.source, "scale": ctx.scale, "versions": versions(),
+        "comparisons": [asdict(c) for c in outcome.comparisons], "figures": [f.name for f in outcome.figures],
+    }  # fmt: skip
+    write_atomic(
+        ctx.folder / "comparison.json", json.dumps(finite(about), indent=1, ensure_ascii=False) + "\n"
+    )
+    page = write_report(
+        outcome.results if outcome.results and outcome.results.runs else None,
+        ctx.folder / "report.html",
+        comparisons=outcome.comparisons,
+        figures=[f.with_suffix(".svg") for f in outcome.figures],
+        title=entry.source,
+        command=f"normlab reproduce {entry.name}" + (" --full" if ctx.scale == "full" else ""),
+    )
+    return replace(outcome, report=page)
+
+
+def parse_seeds(text: str) -> int | list[int]:
+    """``3`` is three seeds, ``0,2,5`` are those.
+
+    >>> parse_seeds("3"), parse_seeds("1,"), parse_seeds("0,2,5")
+    (3, [1], [0, 2, 5])
+    """
+    try:
+        found = [int(t) for t in text.split(",") if t.strip()]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0 or (found == [0] and "," not in text):
+        raise LabError(
+            f"--seeds is a number of seeds, 3, or the seeds themselves, 0,2,5 (one: 2,); got {text!r}"
+        )
+    return found if "," in text else found[0]
+
+
+def parse_only(text: str) -> dict[str, str]:
+    """``norm=batch,seed=1``.
+
+    >>> parse_only("norm=batch,seed=1")
+    {'norm': 'batch', 'seed': '1'}
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if any(not found or not name.strip() for name, found, _ in pairs):
+        raise LabError(f"--only is settings and their values, norm=batch,seed=1; got {text!r}")
+    return {name.strip(): value.strip() for name, _, value in pairs}

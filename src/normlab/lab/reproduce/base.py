@@ -1,0 +1,176 @@
+"""What every reproduction is: an entry with a title and scales, and a function from a context to an outcome."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import LabError
+from ..report.view import Comparison, ComparisonRow
+from ..store import finite, write_atomic
+from .figures import Value
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..loop import Watcher
+    from ..study import Results
+
+__all__ = ["Context", "Entry", "Outcome", "Scale", "as_text", "compared", "remember", "save_figure"]
+
+Scale = Literal["default", "full", "smoke"]  # smoke: a few images and one epoch, to see that everything runs
+
+
+@dataclass(frozen=True)
+class Context:
+    """How a reproduction is asked to run."""
+
+    folder: Path
+    scale: Scale = "default"
+    device: str | None = None
+    root: Path | None = None  # of data sets
+    download: bool = False
+    progress: Watcher | None = None
+    seeds: tuple[int, ...] | None = None  # None: as many as the scale has
+    only: Mapping[str, str] = field(
+        default_factory=dict
+    )  # settings that a cell must have to be computed here
+    weights: Path | None = None  # of pretrained models
+    images: Path | None = None  # of ImageNet's validation set
+    capture: bool | None = None  # CUDA graphs; None: on CUDA
+
+    @property
+    def place(self) -> str:
+        import torch
+
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def pick(self, *, default: Any, full: Any, smoke: Any = None) -> Any:
+        """What the scale has of the three; smoke is the default where it is left out."""
+        return {"default": default, "full": full, "smoke": default if smoke is None else smoke}[self.scale]
+
+    def seed_list(self, *, default: int, full: int) -> tuple[int, ...]:
+        return self.seeds or tuple(range(self.pick(default=default, full=full, smoke=1)))
+
+    def say(self, sentence: str) -> None:
+        if self.progress is not None:
+            self.progress.note(sentence)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The paper's figures beside ours, and what was drawn."""
+
+    comparisons: list[Comparison]
+    figures: list[Path] = field(default_factory=list)  # PNG; an SVG of the same name lies beside each
+    results: Results | None = None  # of trainings
+    report: Path | None = None
+
+    def __str__(self) -> str:
+        return "\n\n".join(as_text(c) for c in self.comparisons)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One table or figure of a paper."""
+
+    name: str  # "vulnerability-table2"
+    what: str  # in a few words
+    source: str  # "Batch Normalization is a Cause of Adversarial Vulnerability, Table 2"
+    default: str  # the default scale in words
+    minutes: float  # of the default scale on two cores
+    full: str  # the paper's scale in words
+    run: Callable[[Context], Outcome]
+
+
+# --- ours beside the paper's ----------------------------------------------------------------------------------------
+
+
+def compared(label: str, column: str, paper: Value | None, values: Sequence[float]) -> ComparisonRow:
+    """One cell of a comparison: the mean of ``values`` and its standard error beside the paper's."""
+    from ..report.view import cell
+
+    mean, error, n = cell(values)
+    return ComparisonRow(
+        label,
+        column,
+        None if paper is None else paper.mean,
+        mean,
+        error,
+        n,
+        None if paper is None else paper.error,
+    )
+
+
+def as_text(comparison: Comparison) -> str:
+    """A table for the terminal: for each row the paper's figure and ours, with standard errors and n."""
+    from ..analysis import table
+
+    columns = list(dict.fromkeys(r.column for r in comparison.rows))
+    labels = list(dict.fromkeys(r.label for r in comparison.rows))
+    cells = {(r.label, r.column): r for r in comparison.rows}
+    printed = {c: any(r.paper is not None for r in comparison.rows if r.column == c) for c in columns}
+    head = ["", *(h for c in columns for h in ([f"{c}: paper", "ours"] if printed[c] else [c])), "n"]
+    rows = []
+    for label in labels:
+        row, counts = [label], []
+        for column in columns:
+            found = cells.get((label, column))
+            paper = [_shown(found.paper, found.paper_error) if found else ""] if printed[column] else []
+            row += [*paper, _shown(found.mean, found.error) if found else ""]
+            counts += [found.n] if found else []
+        rows.append([*row, "/".join(map(str, dict.fromkeys(counts)))])
+    return "\n".join(x for x in (comparison.title, table(head, rows), comparison.note) if x)
+
+
+def _shown(mean: float | None, error: float | None) -> str:
+    if mean is None:
+        return "-"
+    digits = 2 if abs(mean) >= 10 else 3
+    return f"{mean:.{digits}f}" if error is None else f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def remember(
+    folder: Path, key: Mapping[str, Any], compute: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What ``compute`` gave for ``key``: from its file in ``folder`` where there is one.
+
+    The key is all that the result depends on and names the file, so other settings never meet the results of these,
+    and processes that work in one folder do not disturb each other.
+    """
+    plain = json.loads(json.dumps(dict(key)))
+    name = sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+    path = folder / f"{name}.json"
+    if path.is_file():
+        try:
+            stored = json.loads(path.read_text())
+            if stored["key"] == plain:
+                return stored["result"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise LabError(f"{path} is not a result that can be read; remove it and run again.") from error
+    result = finite(compute())
+    write_atomic(path, json.dumps({"key": plain, "result": result}))
+    return json.loads(json.dumps(result))
+
+
+def save_figure(figure: Figure, folder: Path, name: str) -> Path:
+    """``name``.svg and ``name``.png in ``folder``; the figure is closed. Returns the PNG."""
+    import io
+
+    import matplotlib.pyplot as plt
+
+    for kind in ("svg", "png"):
+        buffer = io.BytesIO()
+        # No date inside: the same results give the same file.
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(buffer, format=kind, dpi=150, bbox_inches="tight", metadata=metadata)
+        write_atomic(folder / f"{name}.{kind}", buffer.getvalue())
+    plt.close(figure)
+    return folder / f"{name}.png"

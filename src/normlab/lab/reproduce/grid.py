@@ -1,0 +1,240 @@
+"""Tables of trainings: cases by seeds, each cell a run in a folder of its own, and the table beside the paper's.
+
+Every cell is locked while it is computed, so the same command started several times on one folder shares the
+work, and
+``only`` splits it by hand. A cell that another process works on is passed over; the next call finds it done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LabError
+from ..report.view import Comparison, ComparisonRow
+from ..settings import NAMES, Settings, parse
+from ..store import Busy
+from .base import Context, compared, remember
+from .figures import Value
+
+if TYPE_CHECKING:
+    from ..data import Data
+    from ..study import Results, Run
+
+__all__ = ["Case", "Cells", "Column", "Grid", "by_seed", "draw_rows", "run_grid", "settings_for"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is read off each run: a measurement, as :func:`normlab.lab.evaluate.parse` has it, and which value of it."""
+
+    title: str
+    measurement: str
+    value: str = "accuracy"
+    data: str = ""  # another data set to measure on
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: what it differs in from the grid's base, and what the paper has."""
+
+    label: str
+    settings: Mapping[str, Any]
+    paper: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grid:
+    base: Settings
+    cases: Sequence[Case]
+    columns: Sequence[Column] = ()
+
+    def settings(self, case: Case, seed: int) -> Settings:
+        return self.base.with_(**{**case.settings, "seed": seed})
+
+
+def settings_for(ctx: Context, **values: Any) -> Settings:
+    """Settings of a reproduction: CUDA graphs where there is CUDA, unless asked otherwise; they change no number."""
+    capture = ctx.place.startswith("cuda") if ctx.capture is None else ctx.capture
+    return Settings(**{"capture": capture, **values})
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The runs that there are, by case."""
+
+    grid: Grid
+    runs: dict[str, list[Run]]
+    others: dict[tuple[str, str], dict[str, Any]]  # (run, column) -> record, of measurements on other data
+    missing: list[str]
+
+    def of(self, case: Case) -> list[Run]:
+        return self.runs.get(case.label, [])
+
+    def values(self, case: Case, column: Column) -> dict[int, float]:
+        """The column's value by seed."""
+        from ..evaluate import parse as parse_measurement
+
+        name = parse_measurement(column.measurement).name
+        found = {}
+        for run in self.of(case):
+            own = [r for r in run.records if r["measurement"] == name] if not column.data else []
+            record = self.others.get((run.name, column.title)) if column.data else own[-1] if own else None
+            value = None if record is None else _value(record, column.value)
+            if value is not None:
+                found[run.settings.seed] = value
+        return found
+
+    def rows(self) -> list[ComparisonRow]:
+        """The table: every case and column that has a value."""
+        return [
+            compared(case.label, column.title, case.paper.get(column.title), list(values.values()))
+            for case in self.grid.cases
+            for column in self.grid.columns
+            if (values := self.values(case, column))
+        ]
+
+    def results(self, folder: Path) -> Results:
+        """All runs as one study's results, for the page."""
+        from ..study import Results, Study
+
+        runs = [run for case in self.grid.cases for run in self.of(case)]
+        texts = tuple(dict.fromkeys(c.measurement for c in self.grid.columns))
+        return Results(Study(self.grid.base, {}, texts, folder), list({r.name: r for r in runs}.values()))
+
+
+def _value(record: Mapping[str, Any], key: str) -> float | None:
+    """A value of a record; ``corruptions.gaussian_noise`` is the mean over severities of one corruption."""
+    outer, _, inner = key.partition(".")
+    found = record.get(outer, record.get("scalars", {}).get(outer))
+    if inner:
+        found = (found or {}).get(inner)
+        found = None if found is None else sum(found) / len(found)
+    return None if found is None else float(found)
+
+
+def by_seed(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
+    """Ratios ``a / b`` of the seeds that both have; none where ``b`` is zero."""
+    return [a[s] / b[s] for s in sorted(a) if b.get(s)]
+
+
+def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
+    """Train and measure every cell that is not there yet."""
+    from ..study import read_run, train
+
+    wanted = {name: parse(name, text) for name, text in _checked(ctx.only).items()}
+    here = [c for c in grid.columns if not c.data]
+    measure = tuple(dict.fromkeys(c.measurement for c in here))
+    cells = Cells(grid, {}, {}, [])
+    for seed in seeds:  # outermost: every case has its first result before any has its second
+        for case in grid.cases:
+            settings = grid.settings(case, seed)
+            home = ctx.folder / "runs" / settings.name
+            chosen = all(getattr(settings, name) == value for name, value in wanted.items())
+            try:
+                if chosen:
+                    run = train(
+                        settings, home, measure=measure, progress=ctx.progress, device=ctx.device, root=ctx.root,
+                        download=ctx.download,
+                    )  # fmt: skip
+                elif (home / "results.jsonl").exists():
+                    run = read_run(home)
+                else:
+                    cells.missing.append(settings.name)
+                    continue
+            except Busy:
+                ctx.say(f"{settings.name} is being computed by another process and is left to it.")
+                cells.missing.append(settings.name)
+                continue
+            cells.runs.setdefault(case.label, []).append(run)
+            for column in grid.columns:
+                if column.data:
+                    cells.others[run.name, column.title] = _elsewhere(ctx, run, column)
+    return cells
+
+
+def _checked(only: Mapping[str, str]) -> Mapping[str, str]:
+    from ..._text import nearest
+
+    for name in only:
+        if name not in NAMES:
+            raise LabError(f"--only chooses cells by settings, such as norm=batch,seed=1; {name!r} is none; "
+                           f"{nearest(name, NAMES)}")  # fmt: skip
+    return only
+
+
+def _elsewhere(ctx: Context, run: Run, column: Column) -> dict[str, Any]:
+    """A measurement of the run's kept weights on another data set; the network's own standardisation stays."""
+    from ..evaluate import measure
+    from ..evaluate import parse as parse_measurement
+    from ..study import load_model
+
+    measurement = parse_measurement(column.measurement)
+
+    def compute() -> dict[str, Any]:
+        model, settings = load_model(run.folder, device=ctx.place)
+        data = other_data(ctx, column.data, settings).to(ctx.place)
+        (record,) = measure(model, data, [measurement], device=ctx.place, seed=settings.seed)
+        return {"data": column.data, **record}
+
+    key = {"run": run.name, "data": column.data, "measurement": measurement.name}
+    return remember(run.folder / "elsewhere", key, compute)
+
+
+def other_data(ctx: Context, name: str, settings: Settings) -> Data:
+    """A data set at the size of the images that the network was trained on."""
+    from .. import data as data_sets
+
+    own = data_sets.load(settings.data, root=ctx.root, download=ctx.download, size=settings.size or None)
+    other = data_sets.load(name, root=ctx.root, download=ctx.download, size=own.size[0])
+    smaller = settings.test_size and settings.test_size < len(other.test.y)
+    return other.subset(test=settings.test_size) if smaller else other
+
+
+def draw_rows(comparison: Comparison, unit: str = "%") -> Any:
+    """One panel a column, one line a row: ours as a dot, the paper's as a diamond, each with its standard error."""
+    import matplotlib.pyplot as plt
+
+    from ..report.palette import COLOURS
+
+    columns = list(dict.fromkeys(r.column for r in comparison.rows))
+    labels = list(dict.fromkeys(r.label for r in comparison.rows))
+    size = (2 + 2.3 * len(columns), 1.2 + 0.34 * len(labels))
+    picture, axes = plt.subplots(
+        1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for ax, column in zip(axes[0], columns, strict=True):
+        for who, shift, marker, colour in (
+            ("paper", 0.12, "D", COLOURS[0].light),
+            ("ours", -0.12, "o", COLOURS[2].light),
+        ):
+            found = [
+                r for r in comparison.rows if r.column == column and (who == "ours" or r.paper is not None)
+            ]
+            if not found:
+                continue
+            x = [r.mean if who == "ours" else r.paper for r in found]
+            error = [(r.error if who == "ours" else r.paper_error) or 0 for r in found]
+            y = [labels.index(r.label) + shift for r in found]
+            ax.errorbar(
+                x,
+                y,
+                xerr=error,
+                fmt=marker,
+                color=colour,
+                mfc=colour if who == "ours" else "none",
+                ms=5,
+                capsize=2,
+                label=who,
+            )
+        ax.set_title(column, fontsize=9)
+        ax.grid(axis="x", alpha=0.3)
+        ax.tick_params(labelsize=8)
+        ax.set_xlabel(unit, fontsize=8)
+    axes[0, 0].set_yticks(range(len(labels)), labels, fontsize=8)
+    axes[0, 0].invert_yaxis()
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    picture.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return picture
