@@ -107,8 +107,9 @@ def test_parse_norm(text: str, name: str, options: dict[str, Any]) -> None:
 def test_labels() -> None:
     assert parse_norm("bgn(num_groups=512)").label == "batch_group(512)"
     assert str(parse_norm("batch(eps=0.001)")) == "batch(eps=0.001)"
+    assert parse_norm("ghost(num_groups=2, ghost=4)") == parse_norm("ghost(4, num_groups=2)")
     found = parse_norms("none, group(8),batch(ghost=2, eps=1e-3),in")
-    assert [spec.label for spec in found] == ["none", "group(8)", "batch(ghost=2, eps=0.001)", "instance"]
+    assert [spec.label for spec in found] == ["none", "group(8)", "batch(eps=0.001, ghost=2)", "instance"]
 
 
 @pytest.mark.parametrize(

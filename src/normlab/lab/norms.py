@@ -50,8 +50,7 @@ class NormSpec:
     def label(self) -> str:
         """What :func:`parse_norm` reads back: ``group(8)``."""
         first = _FIRST.get(self.name)
-        given = sorted(self.options, key=lambda option: option[0] != first)
-        parts = [repr(v) if k == first else f"{k}={v!r}" for k, v in given]
+        parts = [repr(v) if k == first else f"{k}={v!r}" for k, v in self.options]
         return f"{self.name}({', '.join(parts)})" if parts else self.name
 
     def __str__(self) -> str:
@@ -65,7 +64,7 @@ class NormSpec:
     def with_classes(self, number: int) -> NormSpec:
         """The number of classes of the data, where the normalizer needs one and was given none."""
         if self.name in TARGETS and "num_classes" in TARGETS[self.name].required:
-            return replace(self, options=tuple({"num_classes": number, **dict(self.options)}.items()))
+            return replace(self, options=tuple(({"num_classes": number} | dict(self.options)).items()))
         return self
 
     def make(self, channels: int, dims: int = 2) -> nn.Module:
@@ -147,7 +146,11 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
     required = TARGETS[name].required if name in TARGETS else ()
     if "ghost" in required and options.get("ghost") is None:
         raise LabError("ghost needs the number of samples that share statistics: ghost(16)")
-    return NormSpec(name, tuple((str(k), tuple(v) if isinstance(v, list) else v) for k, v in options.items()))
+    order = sorted(
+        options, key=lambda key: (key != first, key)
+    )  # one text for one norm, however it was written
+    values = ((key, options[key]) for key in order)
+    return NormSpec(name, tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in values))
 
 
 def _known(name: str, options: dict[Any, Any]) -> list[str]:
@@ -171,9 +174,7 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
     if family is layers.GroupNorm:
         options.setdefault("num_groups", max(1, min(_MOST_GROUPS, channels // 2)))
     options = {**TARGETS[name].options, **options}
-    if (
-        "affine" in takes
-    ):  # instance norm is without one by torch's habit, which would make comparisons unfair
+    if "affine" in takes:  # torch's instance norm has none, which would make comparisons unfair
         options.setdefault("affine", True)
     if family is layers.BatchGroupNorm:
         groups = channels if options["num_groups"] is None else options["num_groups"]
