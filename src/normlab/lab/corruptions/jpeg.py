@@ -77,18 +77,32 @@ def _coded(plane: Tensor, table: Tensor) -> Tensor:
     rows, columns = plane.shape[2] // 8, plane.shape[3] // 8
     blocks = plane.view(n, k, rows, 8, columns, 8).transpose(3, 4).reshape(-1, 64) - 128
     table = table.to(plane)
-    quantised = across(blocks, _cosines()).div_(table).round_()
-    blocks = (across(quantised.mul_(table), _cosines().mT) + 128.5).floor_().clamp_(0, 255)
+    # Whole numbers where libjpeg's slow integer transform has them: four times the value between the two directions,
+    # eighths of a coefficient at the end. Quotients of these are often halves, and it rounds them away from 0.
+    by_row, by_column = _cosines()
+    between = _whole(across(blocks, by_row) * 4)
+    eighths = _whole(across(between, by_column) / 4)
+    quantised = (eighths.abs() / (8 * table) + 0.5).floor_().copysign_(eighths).mul_(table)
+    between = _whole(across(quantised, by_column.mT) * 4)
+    blocks = _whole(across(between, by_row.mT) / 32).add_(128).clamp_(0, 255)
     return blocks.view(n, k, rows, columns, 8, 8).transpose(3, 4).reshape(plane.shape)[..., :h, :w]
 
 
+def _whole(x: Tensor) -> Tensor:
+    return x.add_(0.5).floor_()
+
+
 @lru_cache(maxsize=1)
-def _cosines() -> Tensor:
-    """The orthonormal cosine transform of an 8 x 8 block as a matrix [64, 64]."""
+def _cosines() -> tuple[Tensor, Tensor]:
+    """The cosine transform of the rows of an 8 x 8 block, and of its columns, as matrices [64, 64].
+
+    Both are sqrt(8) times orthonormal, libjpeg's scale.
+    """
     k, i = torch.arange(8, dtype=torch.float64).unsqueeze(1), torch.arange(8, dtype=torch.float64)
-    line = torch.cos(math.pi * (2 * i + 1) * k / 16) / 2
-    line[0] /= math.sqrt(2)
-    return torch.kron(line, line).float()
+    line = torch.cos(math.pi * (2 * i + 1) * k / 16) * math.sqrt(2)
+    line[0] = 1
+    one = torch.eye(8, dtype=torch.float64)
+    return torch.kron(one, line).float(), torch.kron(line, one).float()
 
 
 def _halved(chroma: Tensor) -> Tensor:

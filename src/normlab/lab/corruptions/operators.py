@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 __all__ = [
     "Border", "across", "along", "arange", "correlation", "fold", "gaussian", "grey", "reduce_rank", "resample",
@@ -151,8 +152,10 @@ def reduce_rank(rows: Tensor, columns: Tensor, tolerance: float = 1e-7) -> tuple
     right, b = torch.linalg.qr(columns.flatten(1).mT)
     u, s, v = torch.linalg.svd(a @ b.mT)
     kept = int((s > tolerance * s[0]).sum())
-    u, v = left @ u[:, :kept] * s[:kept], right @ v[:kept].mT
-    return u.mT.reshape(-1, *rows.shape[1:]).float(), v.mT.reshape(-1, *columns.shape[1:]).float()
+    u, v = (left @ u[:, :kept] * s[:kept]).mT, (right @ v[:kept].mT).mT
+    # Entries that should be 0 are not quite. Products of two such are denormal, and slow.
+    u, v = (F.hardshrink(m, 1e-12).float().contiguous() for m in (u, v))
+    return u.reshape(-1, *rows.shape[1:]), v.reshape(-1, *columns.shape[1:])
 
 
 def arange(start: float, stop: float, step: float) -> Sequence[float]:

@@ -19,8 +19,8 @@ __all__ = ["canny", "distance", "equalised", "spatter"]
 _WATER = (175 / 255, 238 / 255, 238 / 255)  # pale turquoise
 _MUD = (63 / 255, 42 / 255, 20 / 255)
 _FAR = 20.0  # the transform is cut off here
-# Steps from the row above and from the one above that, by how far they go sideways. Costs are OpenCV's 16-bit
-# fractions of 1.4 and 2.1969: sums are exact in float32, and later cut-offs fall where OpenCV's do.
+# Steps from the row above and from the one above that, by how far they go sideways. Costs are 1.4
+# and 2.1969 as 16-bit fractions, as OpenCV had them when the sets were made: sums are exact in float32.
 _DIAGONAL, _KNIGHT = round(1.4 * 65536) / 65536, round(2.1969 * 65536) / 65536
 _STEPS = ({-2: _KNIGHT, -1: _DIAGONAL, 0: 1.0, 1: _DIAGONAL, 2: _KNIGHT}, {-1: _KNIGHT, 1: _KNIGHT})
 

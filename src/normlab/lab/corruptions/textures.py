@@ -79,12 +79,14 @@ def _fitting(picture: Tensor, scale: float, h: int, w: int) -> Tensor:
 
 
 def _read(at: Path) -> list[Tensor]:
-    from torchvision.io import ImageReadMode, read_image
+    import numpy as np
+    from PIL import Image
 
     try:
-        return [read_image(str(at / f), ImageReadMode.RGB).float() / 255 for f in FILES]
-    except RuntimeError as broken:
+        pictures = [np.array(Image.open(at / f).convert("RGB")) for f in FILES]
+    except OSError as broken:
         raise LabError(f"A frost texture in {at} cannot be read as a picture: {broken}") from None
+    return [torch.from_numpy(p).permute(2, 0, 1).float() / 255 for p in pictures]
 
 
 @lru_cache(maxsize=1)
