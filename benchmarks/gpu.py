@@ -168,8 +168,8 @@ def measure(
         }  # fmt: skip
         if name in layers:
             layer, arguments = layers[name]
-            small = x.detach()[:8], dy[:8]
-            some = tuple(a[:8] if isinstance(a, Tensor) else a for a in arguments)
+            small = x.detach()[:16], dy[:16]
+            some = tuple(a[:16] if isinstance(a, Tensor) else a for a in arguments)
             row["error_y"], row["error_dx"] = (f"{e:.1e}" for e in errors(layer, *small, some))
             far = errors(layer, (small[0].float() + 1e4).to(dtype), small[1], some)
             row["error_y_mean_1e4"] = f"{far[0]:.1e}" if dtype == torch.float32 else ""

@@ -173,3 +173,87 @@ def test_autocast_takes_the_kernels_and_moves_the_statistics():
     twin(x.float())
     assert_close(layer.running_var, twin.running_var, **SAME)
     assert int(layer.num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["whole", "steps"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One launch a direction, in which programs wait for each other, or one for each pass."""
+    from normlab import fused
+
+    monkeypatch.setattr(fused, "_WHOLE", 1 << 40 if request.param == "whole" else 0)
+    fused.prepare.cache_clear()
+    return request.param
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("act", [None, "relu", "leaky_relu", "silu"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "residual"])
+def test_activation_and_residual_in_the_same_pass(
+    launches: str, act: str | None, beside: bool, layout: torch.memory_format
+):
+    layer = normlab.SwitchNorm2d(20, act=act).to(DEVICE)
+    with torch.no_grad():
+        layer.weight.normal_()  # type: ignore[union-attr]
+        layer.bias.normal_()  # type: ignore[union-attr]
+    x = torch.randn(3, 20, 9, 7, device=DEVICE).contiguous(memory_format=layout).requires_grad_()
+    r = torch.randn_like(x).requires_grad_() if beside else None
+    dy = torch.randn_like(x)
+    found = []
+    for name in ("torch", "triton"):
+        layer.reset_running_stats()
+        with normlab.backend(name):
+            y = layer(x, residual=r)
+            wanted = (x, *layer.parameters(), *(() if r is None else (r,)))
+            first = torch.autograd.grad(y, wanted, dy, create_graph=True)
+            again = torch.autograd.grad(first[0].square().sum(), x, retain_graph=True)
+            found.append((y, *torch.autograd.grad(y, wanted, dy), *again, layer.running_mean))
+    for a, b in zip(*found, strict=True):
+        assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "name", ["SandwichBatchNorm2d", "ConditionalBatchNorm2d", "SandwichAuxiliaryBatchNorm2d"]
+)
+def test_tables_of_affine_maps_are_read_by_the_kernels(launches: str, name: str, training: bool):
+    """Labels that repeat, that are missing and that cross blocks; the second branch's row of running statistics."""
+    if name == "SandwichAuxiliaryBatchNorm2d":
+        layer, given = normlab.SandwichAuxiliaryBatchNorm2d(40, ("main", "aux"), init_std=0.3), "aux"
+    else:
+        layer = getattr(normlab, name)(40, 11, init_std=0.3)
+        given = torch.tensor([7, 0, 7, 7, 3, 0] * 6, device=DEVICE)
+    layer = layer.to(DEVICE).train(training)
+    x = torch.randn(36, 40, 3, 3, device=DEVICE, requires_grad=True)
+    dy = torch.randn_like(x)
+    found = []
+    for backend in ("torch", "triton"):
+        layer.reset_running_stats()
+        with normlab.backend(backend):
+            y = layer(x, given)
+            grads = torch.autograd.grad(y, (x, *layer.parameters()), dy, allow_unused=True)
+            found.append((y, *grads, *(b.clone() for b in layer.buffers())))
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["BatchNorm2d", "SwitchNorm2d", "BatchGroupNorm2d", "BatchRenorm2d"])
+def test_launches_of_single_passes_agree(launches: str, name: str):
+    args = (40, 8) if name == "BatchGroupNorm2d" else (40,)
+    layer = getattr(normlab, name)(*args).to(DEVICE)
+    x = (
+        torch.randn(5, 40, 11, 6, device=DEVICE)
+        .contiguous(memory_format=torch.channels_last)
+        .requires_grad_()
+    )
+    dy = torch.randn_like(x)
+    found = []
+    for backend in ("torch", "triton"):
+        layer.reset_running_stats()
+        with normlab.backend(backend):
+            found.append(
+                (y := layer(x), *torch.autograd.grad(y, (x, *layer.parameters()), dy), layer.running_var)
+            )
+    for a, b in zip(*found, strict=True):
+        assert_close(b, a, rtol=1e-4, atol=1e-4)

@@ -24,6 +24,7 @@ from .fold import (
     fold,
     merge_sandwich,
 )
+from .fuse import fuse
 from .kalman import predict
 from .layers import (
     AdaptiveInstanceNorm,
@@ -258,6 +259,7 @@ __all__ = [
     "fixup_parameters",
     "fold",
     "frozen",
+    "fuse",
     "guarded",
     "harden",
     "importance",

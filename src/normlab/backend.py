@@ -59,11 +59,11 @@ def _from_environment() -> str:
     return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
 
 
-def kernels_serve(x: Tensor, rows: Rows) -> bool:
-    """Whether the Triton kernels take ``x`` cut into ``rows``; compilers trace the plain expression instead."""
+def kernels_serve(x: Tensor, rows: Rows | None = None) -> bool:
+    """Whether the Triton kernels take ``x`` (cut into ``rows``); compilers trace the plain expression instead."""
     if torch.compiler.is_compiling():
         return False
     name = _chosen.get() or _from_environment()
-    if name == "torch" or rows.cuts or x.dtype == torch.float64 or not x.numel():
+    if name == "torch" or (rows is not None and rows.cuts) or x.dtype == torch.float64 or not x.numel():
         return False
     return name == "triton" or (x.is_cuda and _has_triton())

@@ -201,8 +201,8 @@ def normalize(
         with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
             return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
     rows = Rows(x.shape[1]) if rows is None else rows
-    if _must_trace(x):
-        return _plain(x, rule, rows, weight, bias, *tensors)
+    if must_trace(x):
+        return plain(x, rule, rows, weight, bias, *tensors)
     if (done := _at_once(x, rule, tensors, weight, bias, rows, update)) is not None:
         return done
     box: list[Any] = []
@@ -231,7 +231,10 @@ def _at_once(
     call = rule.closed_call()  # type: ignore[attr-defined]
     if call is None:
         return None
-    y, seen = fused.normalize(x, rule, call, rows, update, weight, bias, tuple(tensors))
+    affine = fused.Affine(weight, bias)
+    if weight is not None and weight.numel() != weight.shape[-1]:
+        affine = fused.Affine(None, None, weight, bias)
+    y, seen = fused.normalize(x, rule, call, rows, update, affine, tuple(tensors))
     return y, seen if update is None else MOVED
 
 
@@ -244,7 +247,7 @@ def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
     """Mean and biased variance of every ``(sample, channel)`` slice, differentiable."""
     rows = Rows(x.shape[1])
     size = prod(x.shape[2:])
-    if _must_trace(x):
+    if must_trace(x):
         return Moments(*reference.plain_moments(x, rows), size)
     mean, var = _SliceMoments.apply(x, rows)
     return Moments(mean, var, size)
@@ -259,7 +262,7 @@ def _passes(x: Tensor, rows: Rows) -> Any:
     return reference
 
 
-def _must_trace(x: Tensor) -> bool:
+def must_trace(x: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -269,7 +272,7 @@ def _must_trace(x: Tensor) -> bool:
     )
 
 
-def _plain(
+def plain(
     x: Tensor, rule: Rule, rows: Rows, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Any]:
     """The normalizer as one differentiable expression: what compilers trace and double backward differentiates."""
@@ -438,7 +441,7 @@ def differentiate_plain(
     views = tuple(None if t is None else t.view_as(t) for t in (x, weight, bias, *tensors))
     x_, weight_, bias_, *tensors_ = views
     assert x_ is not None
-    y, _ = _plain(x_, rule, rows, weight_, bias_, *(t for t in tensors_ if t is not None))
+    y, _ = plain(x_, rule, rows, weight_, bias_, *(t for t in tensors_ if t is not None))
     wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
     return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))

@@ -1,43 +1,45 @@
-"""The closed family by Triton kernels: four launches a direction, whatever is mixed.
+"""The closed family by Triton kernels: one launch a direction for small inputs, four for large ones.
 
 Moments, statistics of the pools, coefficients of the rows, ``y``; and row sums, sums over the pools, coefficients,
-``dx``. Running statistics move in the second launch and are counted in the third.
+``dx``. Running statistics move, an activation and a residual are applied on the way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import pool_kernels
-from .engine import Update, differentiate_plain
-from .launch import (
-    Buffer,
-    Shape,
-    ceil,
-    dense,
-    launch,
-    like,
-    room,
-    run_apply,
-    run_gradient,
-    run_moments,
-    run_sums,
-    shape_of,
-)
-from .pools import Pooled
+from . import whole_kernels
+from .activation import ACTIVATIONS, LEAK, activate
+from .affine import compose
+from .engine import Rows, Rule, Update, plain
+from .launch import BLOCK, Launch, Shape, addresses, ceil, dense, like, power, shape_of, tiles
+from .pools import Plan, Pooled
 
 if TYPE_CHECKING:
-    from .engine import Rows
-    from .pools import Plan
     from .rules import Renorm, Sources
 
-__all__ = ["Call", "closed_call", "normalize"]
+__all__ = [
+    "Affine",
+    "Call",
+    "Given",
+    "Kind",
+    "Prepared",
+    "Static",
+    "closed_call",
+    "normalize",
+    "prepare",
+    "run",
+]
 
 _COLUMNS = 32  # channels, or statistics of the batch, a program
+_SAMPLES = 32  # samples a program looks at together
+# Bytes of x up to which one launch does everything. Larger inputs gain more from as many programs as each pass likes.
+_WHOLE = 1 << 26
 
 
 class Call(NamedTuple):
@@ -73,36 +75,264 @@ def closed_call(sources: Sources, renorm: Renorm | None = None) -> Call | None:
             return None
     if renorm is not None and (batch is None or batch.segments.index is not None or sources.batches is None):
         return None
-    return Call(
-        sample,
-        batch,
-        live,
-        running,
-        own,
-        (order[0], order[1], order[2]),
-        sources.eps,
-        renorm,
-        sources.batches,
-    )
+    order = (order[0], order[1], order[2])
+    return Call(sample, batch, live, running, own, order, sources.eps, renorm, sources.batches)
+
+
+class Kind(NamedTuple):
+    """What the kernels of a call are compiled for and sized by."""
+
+    shape: Shape
+    own: bool  # the instance pool takes part
+    sample_groups: int  # 0: no pool within samples
+    batch_groups: int  # 0: no pool over the batch
+    live: bool  # the pool over the batch takes the batch's statistics
+    segments: int
+    mixed: bool  # samples are of different segments
+    order: tuple[int, int, int]
+    logits: int  # 1: no mixture
+    renorm: bool
+    update: bool  # running statistics move
+    shared: bool
+    second: int  # whose the second affine map is, see pool_kernels
+    act: int
+    residual: bool
+
+
+class Affine(NamedTuple):
+    """Two affine maps, one after the other, either of which may be missing."""
+
+    weight: Tensor | None = None  # shared, C values
+    bias: Tensor | None = None
+    weight2: Tensor | None = None  # [C], [K, C] or [N, C]
+    bias2: Tensor | None = None
+    label: Tensor | None = None  # [N], rows of [K, C]
+
+    @property
+    def second(self) -> int:
+        if self.weight2 is None:
+            return 0
+        if self.label is not None:
+            return 2
+        return 1 if self.weight2.numel() == self.weight2.shape[-1] else 3
+
+    def composed(self) -> tuple[Tensor | None, Tensor | None]:
+        """One weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``."""
+        terms = []
+        if self.weight is not None and self.bias is not None:
+            terms.append((self.weight, self.bias))
+        if self.weight2 is not None and self.bias2 is not None:
+            second = (self.weight2, self.bias2)
+            terms.append(
+                second if self.label is None else tuple(t.index_select(0, self.label) for t in second)
+            )
+        return compose(terms)
+
+
+class Given(NamedTuple):
+    """What a call is given beside what it differentiates."""
+
+    segment: Tensor | None  # [N]
+    running_mean: Tensor | None  # what normalizes, or moves: [branches, G], or [G]
+    running_var: Tensor | None
+    batches: Tensor | None
+    numbers: tuple[float, ...]  # momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak
+    branch: int = 0  # whose running statistics
+
+
+class Static:
+    """Sizes and launches of a kind of call."""
+
+    def __init__(self, kind: Kind) -> None:
+        shape = kind.shape
+        n, c, rows, width = shape.n, shape.c, shape.rows, shape.width
+        self.kind, self.shape = kind, shape
+        has_sample, has_batch = kind.sample_groups > 0, kind.batch_groups > 0
+        self.live = has_batch and kind.live
+        self.reads = kind.own or has_sample or self.live
+        sample_groups, batch_groups = max(kind.sample_groups, 1), max(kind.batch_groups, 1)
+        self.sample_cells = n * sample_groups if has_sample else 0
+        self.batch_cells = kind.segments * batch_groups if has_batch else 0
+        wide = self.live and batch_groups != width
+        long = 128 if wide else 512
+        sample_programs, batch_programs = self.sample_cells, 0
+        if has_batch:
+            blocks = self.batch_cells if wide else kind.segments * ceil(width, _COLUMNS)
+            batch_programs = blocks if self.live else ceil(self.batch_cells, long)
+        back_programs = batch_programs if self.live else 0
+        affine_programs = ceil(c, _COLUMNS) if kind.shared or kind.second or kind.logits > 1 else 0
+        table_programs = n * ceil(c, _COLUMNS) if kind.second == 2 else 0
+        self.forward_floats = (
+            (5 if self.reads else 3) * rows + 2 * self.sample_cells + 2 * self.batch_cells
+            + (2 * width if kind.renorm else 0) + kind.segments
+        )  # fmt: skip
+        self.backward_floats = (
+            6 * rows + 2 * self.sample_cells + 2 * self.batch_cells + 2 * affine_programs * kind.logits
+        )
+        summing, writing = tiles(shape, False), tiles(shape, True)
+        self.parted = summing.splits * 2 * rows if summing.splits > 1 else 0
+        sizes = (
+            n, c, width, rows, shape.s, shape.parts, self.sample_cells, sample_groups, self.batch_cells, batch_groups,
+            sample_programs,
+        )  # fmt: skip
+        splits = (summing.per_split, summing.splits, writing.per_split, writing.splits)
+        blocks = (shape.last, summing.first, summing.second, writing.first, writing.second)
+        ends = (_SAMPLES, _COLUMNS, long, BLOCK)
+        flags = (
+            kind.own, has_sample, has_batch, kind.mixed, *kind.order, kind.logits, kind.shared, kind.second,
+            kind.renorm, kind.act, kind.residual,
+        )  # fmt: skip
+        single = summing.second >= shape.s
+        forward = (
+            *sizes, batch_programs, *splits, *blocks, single, self.reads, self.live, wide, kind.update, *ends, *flags
+        )  # fmt: skip
+        backward = (
+            *sizes, back_programs, affine_programs, table_programs, *splits, *blocks, self.reads, self.live, wide,
+            *ends, power(kind.logits), *flags,
+        )  # fmt: skip
+        by_rows = ceil(rows, BLOCK)
+        programs = (
+            summing.programs if self.reads else 0, by_rows if self.parted and self.reads else 0,
+            sample_programs + batch_programs, by_rows, writing.programs,
+        )  # fmt: skip
+        back = (
+            summing.programs, ceil(2 * rows, BLOCK) if self.parted else 0,
+            sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
+        )  # fmt: skip
+        self.meet = rows * shape.s * shape.dtype.itemsize <= _WHOLE
+        self.forward = self._launches(whole_kernels.forward, programs, forward)
+        self.backward = self._launches(whole_kernels.backward, back, backward)
+        # Nothing but dx is wanted, and no statistic depends on x: no sums are needed. And where dx is not wanted.
+        self.backward_of_x = self._launches(whole_kernels.backward, (0, 0, 0, *back[3:]), backward)
+        self.backward_of_parameters = self._launches(whole_kernels.backward, (*back[:4], 0), backward)
+
+    def _launches(self, kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...]) -> list[Launch]:
+        """One launch that meets between passes, or one for each pass; a pass without programs is left out."""
+        wanted = [k for k, p in enumerate(programs) if p]
+        device = self.shape.device
+        if self.meet:
+            first, stop = wanted[0], wanted[-1] + 1
+            return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, meet=True)]
+        return [Launch(kernel, programs[k], (*fixed, k, k + 1, False), device) for k in wanted]
+
+
+class Prepared:
+    """A kind of call, and its sizes and launches for the types and places of what it is given.
+
+    A kernel is compiled for the types it is given, and for addresses that are multiples of 16 or not.
+    """
+
+    __slots__ = ("_statics", "kind")
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._statics: dict[Any, Static] = {}
+
+    def static(self, types: tuple[torch.dtype, ...], aligned: bool) -> Static:
+        found = self._statics.get((types, aligned))
+        if found is None:
+            found = self._statics[(types, aligned)] = Static(self.kind)
+        return found
+
+
+@lru_cache(maxsize=4096)
+def prepare(kind: Kind) -> Prepared:
+    return Prepared(kind)
+
+
+def bounds_of(renorm: Renorm | None) -> tuple[float, ...]:
+    """Batch renorm's schedule as the kernels take it."""
+    if (r := renorm) is None:
+        return (1.0, 0.0, 0.0, 1.0, 1.0)
+    return (r.r_max, r.d_max, float(r.warmup), float(r.r_steps), float(r.d_steps))
+
+
+def _kind_of(shape: Shape, call: Call, affine: Affine, logits: Sequence[Tensor], update: bool) -> Kind:
+    segments = None if call.batch is None else call.batch.segments
+    live = call.batch is not None and call.live
+    mixed = segments is not None and segments.index is not None
+    number = 1 if segments is None else segments.number
+    groups = 0 if call.batch is None else call.batch.groups
+    if call.batch is not None and not live:
+        assert call.running is not None
+        number, mixed = call.running[0].shape[0], call.running[0].shape[0] > 1
+        groups = shape.width
+    return Kind(
+        shape, call.own, 0 if call.sample is None else call.sample.groups, groups, live, number, mixed, call.order,
+        logits[0].shape[0] if logits else 1, call.renorm is not None, update, affine.weight is not None, affine.second,
+        0, False,
+    )  # fmt: skip
 
 
 def normalize(
     x: Tensor,
-    rule: Any,
+    rule: Rule,
     call: Call,
     rows: Rows,
     update: Update | None,
-    weight: Tensor | None,  # [C], [1, C] or [N, C]
-    bias: Tensor | None,
+    affine: Affine,
     logits: tuple[Tensor, ...],
 ) -> tuple[Tensor, list[Pooled | None]]:
-    box: list[Any] = []
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
+    """A call of the closed family; what it saw of the pools, unless the kernels moved the running statistics."""
+    x, last = dense(x)
+    shape = shape_of(x, rows, last)
+    live = call.batch is not None and call.live
+    mean, var, batches = (None, None, call.batches)
+    segment = None if call.batch is None else call.batch.segments.index
+    if update is not None:
+        mean, var, batches = update[:3]
+    elif call.running is not None:
+        mean, var = (t.float().expand(-1, shape.width).contiguous() for t in call.running)
+        if not live and mean.shape[0] > 1:
+            segment = torch.arange(shape.n, device=x.device)
+    numbers = (0.0 if update is None else update.momentum, call.eps, *bounds_of(call.renorm), LEAK)
+    kind = _kind_of(shape, call, affine, logits, update is not None)
+    given = Given(segment, mean, var, batches, numbers)
+    box: list[tuple[Static, Tensor]] = []
+    y = run(x, prepare(kind), given, lambda *_: rule, rows, affine, logits, None, box)
+    return y, [] if update is not None or not live else _seen(call, *box[0])
+
+
+def _seen(call: Call, static: Static, work: Tensor) -> list[Pooled | None]:
+    """What the rule saw of each pool, in their order, for running statistics."""
+    found: list[Pooled | None] = [None] * (call.own + (call.sample is not None) + (call.batch is not None))
+    shape, kind = static.shape, static.kind
+    mean, var, members = batch_views(static, work)
+    assert call.batch is not None
+    a_cell = shape.s * (shape.width // kind.batch_groups)
+    count = a_cell * shape.n if not kind.mixed else (members * a_cell).unsqueeze(1)
+    found[call.order[2]] = Pooled(mean.reshape(kind.segments, -1), var.reshape(kind.segments, -1), count)
+    return found
+
+
+def batch_views(static: Static, work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of the pool over the batch, and the samples of each segment."""
+    at = (5 if static.reads else 3) * static.shape.rows + 2 * static.sample_cells
+    cells = static.batch_cells
+    return work[at : at + cells], work[at + cells : at + 2 * cells], work[-static.kind.segments :]
+
+
+def run(
+    x: Tensor,  # dense
+    prepared: Prepared,
+    given: Given,
+    rule_of: Callable[
+        [Static, Tensor, Given], Rule
+    ],  # the rule as it was in forward, to differentiate it again
+    rows: Rows,
+    affine: Affine,
+    logits: tuple[Tensor, ...],
+    residual: Tensor | None,
+    box: list[tuple[Static, Tensor]] | None = None,
+) -> Tensor:
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
-            y = _Normalize.apply(x, rule, call, rows, box, update, weight, bias, *logits)
-    else:
-        y = _Normalize.apply(x, rule, call, rows, box, update, weight, bias, *logits)
-    return y, [] if update is not None else box[0].seen()
+            return run(x, prepared, given, rule_of, rows, affine, logits, residual, box)
+    mean_logits, var_logits = logits if logits else (None, None)
+    return _Normalize.apply(
+        x, residual, affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits,
+        prepared, given, rule_of, rows, affine.label, box,
+    )  # fmt: skip
 
 
 class _Normalize(torch.autograd.Function):
@@ -110,207 +340,121 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        rule: Any,
-        call: Call,
-        rows: Rows,
-        box: list[Any],
-        update: Update | None,
+        residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        *logits: Tensor,
+        weight2: Tensor | None,
+        bias2: Tensor | None,
+        mean_logits: Tensor | None,
+        var_logits: Tensor | None,
+        prepared: Prepared,
+        given: Given,
+        rule_of: Any,
+        rows: Rows,
+        label: Tensor | None,
+        box: list[tuple[Static, Tensor]] | None,
     ) -> Tensor:
-        given, last = dense(x)
-        shape = shape_of(
-            given, rows, last, weight, bias, *logits, *(update[:2] if update is not None else ())
-        )
-        work = _Work(call, shape, given, weight, bias, logits)
-        if work.reads:
-            run_moments(given, shape, work.stats)
-        work.pool(update)
-        work.put_together(update)
-        y = run_apply(given, shape, work.coef)
-        box.append(work)
-        ctx.rule, ctx.rows, ctx.shape, ctx.work = rule, rows, shape, work
-        ctx.save_for_backward(x, weight, bias, *logits)
+        beside = None if residual is None else like(residual, x, prepared.kind.shape.last)
+        segment, mean, var, batches, numbers, branch = given
+        if branch and not x.is_cuda:
+            assert mean is not None and var is not None and batches is not None
+            mean, var, batches = mean[branch], var[branch], batches[branch]
+        tensors = (
+            x, beside, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits, mean, var, batches
+        )  # fmt: skip
+        places = addresses(tensors)
+        if branch and x.is_cuda:
+            assert mean is not None and var is not None
+            row = branch * mean.shape[1]
+            places[10] += row * mean.itemsize
+            places[11] += row * var.itemsize
+            places[12] += branch * 8
+        low = 0
+        for place in places:
+            low |= place
+        dtype = x.dtype
+        static = prepared.static(tuple([dtype if t is None else t.dtype for t in tensors]), low & 15 == 0)
+        y = torch.empty_like(x)
+        work = torch.empty(static.forward_floats, dtype=torch.float32, device=x.device)
+        parted = torch.empty(static.parted, dtype=torch.float32, device=x.device) if static.parted else work
+        tensors = (x, y, beside, work, parted, *tensors[2:])
+        if places:
+            places = [places[0], y.data_ptr(), places[1], work.data_ptr(), parted.data_ptr(), *places[2:]]
+        if not static.meet:
+            tensors, places = (*tensors, work), [*places, *places[3:4]]
+        for launch in static.forward:
+            launch(tensors, places, numbers)
+        if box is not None:
+            box.append((static, work))
+        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
+        ctx.static, ctx.work, ctx.given, ctx.rest = static, work, given, (rule_of, rows, label)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, weight, bias, *logits = ctx.saved_tensors
+        x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = ctx.saved_tensors
+        static, work, given = ctx.static, ctx.work, ctx.given
+        needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True
-            needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[6:])
-            dx, *rest = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, logits)
-            return (dx, None, None, None, None, None, *rest)
-        shape, work = ctx.shape, ctx.work
-        x, last = dense(x)
-        dy = like(dy, x, last)
-        if shape.aligned and dy.data_ptr() % 16:
+            rule_of, rows, label = ctx.rest
+            values = (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
+            rule = rule_of(static, work, given)
+            return (*_again(rule, rows, static.kind, given, label, values, needs, dy), *(None,) * 6)
+        kind, shape = static.kind, static.shape
+        dy = like(dy, x, shape.last)
+        if x.is_cuda and dy.data_ptr() & 15:
             dy = dy.clone(memory_format=torch.preserve_format)
-        dx, found = work.differentiate(dy, x, weight, logits, ctx.needs_input_grad[0])
-        return (dx, None, None, None, None, None, *found)
-
-
-class _Work:
-    """The vectors of one call and what the launches share."""
-
-    def __init__(
-        self, call: Call, shape: Shape, x: Tensor, weight: Tensor | None, bias: Tensor | None, logits: Any
-    ) -> None:
-        self.call, self.shape = call, shape
-        n, width, rows = shape.n, shape.width, shape.rows
-        batch, sample = call.batch, call.sample
-        self.live = batch is not None and call.live
-        self.reads = call.own or sample is not None or self.live
-        segments = None if batch is None else batch.segments
-        self.segment = None if segments is None else segments.index
-        self.segments = segments.number if segments is not None and self.live else 1
-        self.sample_groups = 1 if sample is None else sample.groups
-        self.batch_groups = batch.groups if batch is not None and self.live else width
-        self.sample_cells, self.batch_cells = n * self.sample_groups, self.segments * self.batch_groups
-        sizes = (
-            3 * rows,
-            2 * rows if self.reads else 0,
-            2 * self.sample_cells if sample is not None else 0,
-            self.batch_cells if self.live else 0,
-            self.batch_cells if self.live else 0,
-            2 * width if call.renorm is not None else 0,
-        )
-        self.buffer = Buffer(room(*sizes), x)
-        self.coef, self.stats, self.sample_stats, self.batch_mean, self.batch_var, self.renorm = (
-            self.buffer.take(size) for size in sizes
-        )
-        self._batch_at = room(*sizes[:3])
-        if not self.live and call.running is not None:
-            self.batch_mean, self.batch_var = (t.float().expand(-1, width).contiguous() for t in call.running)
-            self.segment = torch.arange(n, device=x.device) if call.running[0].shape[0] > 1 else None
-        mean_logits, var_logits = logits if logits else (self.coef, self.coef)
-        self.sources = (
-            self.stats, self.sample_stats, self.batch_mean, self.batch_var,
-            self.coef if self.segment is None else self.segment, mean_logits, var_logits, call.eps,
-            self.coef if weight is None else weight, self.coef if bias is None else bias, self.renorm,
-        )  # fmt: skip
-        self.affine = 0 if weight is None else 1 if weight.numel() == shape.c else 2
-        self.kinds = logits[0].shape[0] if logits else 1
-        self.flags = (
-            call.own, sample is not None, batch is not None, self.segment is not None, *call.order, self.kinds,
-            self.affine, call.renorm is not None,
-        )  # fmt: skip
-        self.wide = self.live and self.batch_groups != width
-        self.sample_programs = self.sample_cells if sample is not None else 0
-        self.batch_programs = 0
-        if self.live:
-            blocks = ceil(width, _COLUMNS)
-            self.batch_programs = self.batch_cells if self.wide else self.segments * blocks
-        dtypes = None if weight is None else weight.dtype, None if not logits else logits[0].dtype
-        self.key = (
-            shape,
-            self.flags,
-            self.sample_groups,
-            self.batch_groups,
-            self.segments,
-            self.live,
-            *dtypes,
-        )
-
-    def pool(self, update: Update | None) -> None:
-        """Statistics of the pools; running statistics move."""
-        programs = self.sample_programs + self.batch_programs
-        if not programs:
-            return
-        shape, call, r = self.shape, self.call, self.call.renorm
-        run_mean, run_var, _, momentum = update if update is not None else (self.coef, self.coef, None, 0.0)
-        bounds = (1.0, 0.0, 0.0, 1.0, 1.0)
-        batches = self.coef
-        if r is not None:
-            assert call.running is not None and call.batches is not None
-            bounds = (r.r_max, r.d_max, float(r.warmup), float(r.r_steps), float(r.d_steps))
-            batches = call.batches
-            if update is None:
-                run_mean, run_var = call.running
-        has_update = update is not None
-        launch(
-            ("pool", self.key, has_update, run_mean.dtype), pool_kernels.pool_forward, (programs, 1, 1),
-            self.stats, self.sample_stats, self.batch_mean, self.batch_var, self.sources[4], self.renorm,
-            run_mean, run_var, batches, momentum, call.eps, *bounds,
-            shape.n, shape.width, shape.rows, shape.s, self.sample_cells, self.sample_groups, self.batch_groups,
-            self.sample_programs, call.sample is not None, self.live, self.segment is not None, self.wide,
-            has_update, r is not None, 32, _COLUMNS, 128 if self.wide else 512,
-        )  # fmt: skip
-
-    def put_together(self, update: Update | None) -> None:
-        """Center, scale and shift of every row; the batch is counted."""
-        shape, count = self.shape, update is not None
-        launch(
-            ("coefficients", self.key, count), pool_kernels.coefficients, (ceil(shape.rows, 256), 1, 1),
-            self.coef, *self.sources, self.coef if update is None else update.batches,
-            shape.c, shape.width, shape.rows, shape.parts, self.sample_cells, self.sample_groups, self.batch_groups,
-            *self.flags, count, 256,
-        )  # fmt: skip
-
-    def differentiate(
-        self, dy: Tensor, x: Tensor, weight: Tensor | None, logits: Any, wants_x: bool
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """``dx``, and the gradients of weight, bias and logits."""
-        shape, rows = self.shape, self.shape.rows
-        affine_programs = ceil(shape.c, _COLUMNS) if self.affine or logits else 0
-        sizes = (
-            2 * rows,
-            4 * rows,
-            2 * self.sample_cells if self.sample_programs else 0,
-            2 * self.batch_cells if self.live else 0,
-            2 * affine_programs * self.kinds if logits else 0,
-        )
-        buffer = Buffer(room(*sizes), x)
-        sums, coef, sample, batch, parted = (buffer.take(size) for size in sizes)
-        run_sums(dy, x, shape, self.coef, sums)
-        d_weight = d_bias = None
+        label = ctx.rest[2]
+        launches = static.backward
+        if not needs[0]:
+            launches = static.backward_of_parameters
+        elif not static.reads and not (kind.act and kind.residual) and not any(needs[2:]):
+            launches = static.backward_of_x
+        d_weight = d_bias = d_weight2 = d_bias2 = d_mean = d_var = None
         if weight is not None:
-            d_weight, d_bias = torch.empty((2, *weight.shape), dtype=weight.dtype, device=x.device)
-        programs = self.sample_programs + self.batch_programs + affine_programs
-        cells = (self.sample_cells, self.sample_groups, self.batch_cells, self.batch_groups)
-        if programs:
-            launch(
-                ("pool backward", self.key), pool_kernels.pool_backward, (programs, 1, 1),
-                sums, *self.sources, sample, batch, coef if d_weight is None else d_weight,
-                coef if d_bias is None else d_bias, parted, shape.n, shape.c, shape.width, rows, shape.parts, *cells,
-                self.sample_programs, self.batch_programs, *self.flags, self.live, self.wide, 32, _COLUMNS, 512,
-            )  # fmt: skip
-        members = coef
-        if self.live:
-            members = _counts(shape.n, x.device) if self.segment is None else self._members()
-        d_logits = tuple(torch.empty_like(t) for t in logits)
-        launch(
-            ("coefficients backward", self.key), pool_kernels.coefficients_backward, (ceil(rows, 256), 1, 1),
-            coef, sums, *self.sources, sample, batch, members, parted, *(d_logits or (coef, coef)), affine_programs,
-            shape.c, shape.width, rows, shape.s, shape.parts, *cells, *self.flags, self.live, 256,
+            d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
+        if weight2 is not None and label is not None:  # rows that no sample has get zero
+            d_weight2, d_bias2 = weight2.new_zeros((2, *weight2.shape)).unbind()
+        elif weight2 is not None:
+            d_weight2, d_bias2 = torch.empty_like(weight2), torch.empty_like(bias2)
+        if mean_logits is not None:
+            d_mean, d_var = torch.empty_like(mean_logits), torch.empty_like(var_logits)
+        dx = torch.empty_like(x) if needs[0] else None
+        # A residual's gradient is that before the activation; without one, dy itself.
+        inner = torch.empty_like(x) if kind.residual and kind.act else None
+        beside = None if residual is None else like(residual, x, shape.last)
+        back = torch.empty(static.backward_floats, dtype=torch.float32, device=x.device)
+        parted = torch.empty(static.parted, dtype=torch.float32, device=x.device) if static.parted else back
+        tensors = (
+            dy, x, dx, beside, inner, work, back, parted, weight, bias, weight2, bias2, given.segment, label,
+            mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var,
         )  # fmt: skip
-        dx = run_gradient(dy, x, shape, coef) if wants_x else None
-        return dx, (d_weight, d_bias, *d_logits)
-
-    def _members(self) -> Tensor:
-        assert self.segment is not None
-        return torch.bincount(self.segment, minlength=self.segments).int()
-
-    def seen(self) -> list[Pooled | None]:
-        """What the rule saw of each pool, in their order, for running statistics."""
-        call, shape = self.call, self.shape
-        found: list[Pooled | None] = [None] * (
-            call.own + (call.sample is not None) + (call.batch is not None)
-        )
-        if self.live:
-            second = self._batch_at + room(self.batch_cells)
-            mean, var = (
-                self.buffer.view(at, self.batch_cells).reshape(self.segments, -1)
-                for at in (self._batch_at, second)
-            )
-            a_cell = shape.s * (shape.width // self.batch_groups)
-            if self.segment is None:
-                found[call.order[2]] = Pooled(mean, var, a_cell * shape.n)
-            else:
-                found[call.order[2]] = Pooled(mean, var, (self._members() * a_cell).unsqueeze(1).float())
-        return found
+        if not static.meet:
+            tensors = (*tensors, work)
+        places, numbers = addresses(tensors), (given.numbers[1], given.numbers[7])
+        for launch in launches:
+            launch(tensors, places, numbers)
+        d_residual = None
+        if kind.residual and needs[1]:
+            d_residual = dy if inner is None else inner
+        return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var, *(None,) * 6)
 
 
-@lru_cache(maxsize=256)
-def _counts(n: int, device: torch.device) -> Tensor:
-    return torch.full((1,), n, device=device, dtype=torch.int32)
+def _again(
+    rule: Rule, rows: Rows, kind: Kind, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
+    needs: Sequence[bool], dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the plain expression that can be differentiated again."""
+    # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
+    views = tuple(None if t is None else t.view_as(t) for t in values)
+    x, residual, weight, bias, weight2, bias2, *logits = views
+    assert x is not None
+    both = Affine(weight, bias, weight2, bias2, label).composed()
+    y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
+    name = next(n for n, k in ACTIVATIONS.items() if k == kind.act)
+    y = activate(y if residual is None else y + residual, name, given.numbers[7])
+    wanted = [v for v, n in zip(views, needs, strict=False) if n and v is not None]
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
+    return tuple(
+        next(found) if n and v is not None else None for v, n in zip(views, needs[: len(views)], strict=True)
+    )

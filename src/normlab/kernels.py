@@ -1,9 +1,10 @@
 """The passes over ``x`` in Triton, for every rule.
 
-Moments of the rows; ``(x - center) * scale + shift``; row sums of ``dy`` and of ``dy * (x - center)``; ``dx``. ``x`` is
-contiguous, rows ``[N, R, s]``, or channels last, ``[N, parts, s, C]`` with row ``r = c * parts + part``. Every pass
-comes in both forms, which differ only in how they walk over a row. Nothing uses atomics: results are the same bit for
-bit, run to run. Capitals are constexpr.
+Moments of the rows; ``act((x - center) * scale + shift + residual)``; row sums of ``dy`` and of ``dy * (x - center)``;
+``dx``. ``x`` is contiguous, rows ``[N, R, s]``, or channels last, ``[N, parts, s, C]`` with row ``r = c * parts +
+part``. Every pass comes in both forms, which differ only in how they walk over a row. A pass is a function of a
+program's number, so that a launch may run one pass or several (:mod:`normlab.whole_kernels`). Nothing uses atomics:
+results are the same bit for bit, run to run. Capitals are constexpr.
 """
 
 # Triton's annotations describe its compiler, not Python: names bound under constexpr branches, static_range, constants.
@@ -35,8 +36,33 @@ def _load_last(ptr, m, j, end, s, c, C):
 
 
 @triton.jit
-def moments_rows(x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr):
-    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+def _activate(z, leak, ACT: tl.constexpr):
+    """ACT: 0 none, 1 relu, 2 leaky relu, 3 silu. A NaN stays one."""
+    if ACT == 1:
+        z = tl.where(z < 0.0, 0.0, z)
+    elif ACT == 2:
+        z = tl.where(z < 0.0, z * leak, z)
+    elif ACT == 3:
+        z = z * tl.sigmoid(z)
+    return z
+
+
+@triton.jit
+def _through(z, g, leak, ACT: tl.constexpr):
+    """The gradient ``g`` at the activation, taken back to its input ``z``."""
+    if ACT == 1:
+        g = tl.where(z > 0.0, g, 0.0)
+    elif ACT == 2:
+        g = tl.where(z > 0.0, g, g * leak)
+    elif ACT == 3:
+        p = tl.sigmoid(z)
+        g = g * p * (1.0 + z * (1.0 - p))
+    return g
+
+
+@triton.jit
+def moments_rows(pid, x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr):
+    q = pid * BQ + tl.arange(0, BQ)
     row_ok = q < rows
     j = tl.arange(0, BS)
     v, ok = _load_rows(x, q, row_ok, j, s)
@@ -61,10 +87,17 @@ def moments_rows(x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: 
 
 
 @triton.jit
-def moments_last(x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
+def place_last(pid, images, C, BC: tl.constexpr):
+    """Image, channels and split of a program: images first, then blocks of channels, then splits of a row."""
+    blocks = tl.cdiv(C, BC)
+    rest = pid // images
+    return pid % images, (rest % blocks) * BC + tl.arange(0, BC), rest // blocks
+
+
+@triton.jit
+def moments_last(pid, x, out, images, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
     """``out`` is ``[splits, 2, N, R]``, each split's own moments."""
-    m, split = tl.program_id(0), tl.program_id(2)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    m, c, split = place_last(pid, images, C, BC)
     n, part = m // parts, m % parts
     low = split * per_split
     high = tl.minimum(low + per_split, s)
@@ -86,16 +119,16 @@ def moments_last(x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: 
 
 
 @triton.jit
-def join_moments(parted, stats, rows, s, per_split, SPLITS: tl.constexpr, B: tl.constexpr):
+def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr):
     """The moments of whole rows from those of their splits."""
-    q = tl.program_id(0) * B + tl.arange(0, B)
+    q = pid * B + tl.arange(0, B)
     ok = q < rows
     mean = tl.zeros((B,), tl.float32)
-    for k in range(SPLITS):
+    for k in range(splits):
         size = tl.minimum(per_split, s - k * per_split)
         mean += tl.load(parted + k * 2 * rows + q, mask=ok, other=0.0) * (size / s)
     var = tl.zeros((B,), tl.float32)
-    for k in range(SPLITS):
+    for k in range(splits):
         size = tl.minimum(per_split, s - k * per_split)
         d = tl.load(parted + k * 2 * rows + q, mask=ok, other=0.0) - mean
         var += (tl.load(parted + k * 2 * rows + rows + q, mask=ok, other=0.0) + d * d) * (size / s)
@@ -104,34 +137,44 @@ def join_moments(parted, stats, rows, s, per_split, SPLITS: tl.constexpr, B: tl.
 
 
 @triton.jit
-def join_sums(parted, sums, rows, SPLITS: tl.constexpr, B: tl.constexpr):
+def join_sums(pid, parted, sums, rows, splits, B: tl.constexpr):
     """Row sums from those of their splits."""
-    q = tl.program_id(0) * B + tl.arange(0, B)
+    q = pid * B + tl.arange(0, B)
     ok = q < 2 * rows
     total = tl.zeros((B,), tl.float32)
-    for k in range(SPLITS):
+    for k in range(splits):
         total += tl.load(parted + k * 2 * rows + q, mask=ok, other=0.0)
     tl.store(sums + q, total, mask=ok)
 
 
 @triton.jit
-def apply_rows(x, y, coef, rows, s, BQ: tl.constexpr, BS: tl.constexpr):
-    """``(x - center) * scale + shift`` with ``coef [3, N, R]``."""
-    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+def apply_rows(
+    pid, x, y, residual, coef, rows, s, leak,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    """``act((x - center) * scale + shift + residual)`` with ``coef [3, N, R]``."""
+    blocks = tl.cdiv(rows, BQ)
+    q = (pid % blocks) * BQ + tl.arange(0, BQ)
     row_ok = q < rows
     center = tl.load(coef + q, mask=row_ok, other=0.0)
     scale = tl.load(coef + rows + q, mask=row_ok, other=0.0)
     shift = tl.load(coef + 2 * rows + q, mask=row_ok, other=0.0)
-    j = tl.program_id(1) * BS + tl.arange(0, BS)
+    j = (pid // blocks) * BS + tl.arange(0, BS)
     v, ok = _load_rows(x, q, row_ok, j, s)
     out = (v - center[:, None]) * scale[:, None] + shift[:, None]
+    if RES:
+        e, ok = _load_rows(residual, q, row_ok, j, s)
+        out += e
+    out = _activate(out, leak, ACT)
     tl.store(y + q.to(tl.int64)[:, None] * s + j[None, :], out.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def apply_last(x, y, coef, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
-    m, split = tl.program_id(0), tl.program_id(2)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+def apply_last(
+    pid, x, y, residual, coef, images, s, C, R, parts, rows, per_split, leak,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    m, c, split = place_last(pid, images, C, BC)
     col = c < C
     q = (m // parts) * R + c * parts + m % parts
     center = tl.load(coef + q, mask=col, other=0.0)
@@ -143,22 +186,45 @@ def apply_last(x, y, coef, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC
         j = start + tl.arange(0, BS)
         v, ok = _load_last(x, m, j, high, s, c, C)
         out = (v - center[None, :]) * scale[None, :] + shift[None, :]
+        if RES:
+            e, ok = _load_last(residual, m, j, high, s, c, C)
+            out += e
+        out = _activate(out, leak, ACT)
         at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def sums_rows(dy, x, sums, coef, rows, s, BQ: tl.constexpr, BS: tl.constexpr):
-    """Row sums of ``dy`` and of ``dy * (x - center)``, ``[2, N, R]``."""
-    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+def sums_rows(
+    pid, dy, x, residual, inner, sums, coef, rows, s, leak,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    """Row sums of ``g`` and of ``g * (x - center)``, ``[2, N, R]``, with ``g`` the gradient before the activation.
+
+    Beside a residual, ``g`` is its gradient too and is written to ``inner``.
+    """
+    q = pid * BQ + tl.arange(0, BQ)
     row_ok = q < rows
     center = tl.load(coef + q, mask=row_ok, other=0.0)
+    scale, shift = center, center
+    if ACT > 0:
+        scale = tl.load(coef + rows + q, mask=row_ok, other=0.0)
+        shift = tl.load(coef + 2 * rows + q, mask=row_ok, other=0.0)
     total = tl.zeros((BQ, BS), tl.float32)
     dot = tl.zeros((BQ, BS), tl.float32)
     for start in range(0, s, BS):
         j = start + tl.arange(0, BS)
         v, ok = _load_rows(x, q, row_ok, j, s)
         g, ok = _load_rows(dy, q, row_ok, j, s)
+        if ACT > 0:
+            z = (v - center[:, None]) * scale[:, None] + shift[:, None]
+            if RES:
+                e, ok = _load_rows(residual, q, row_ok, j, s)
+                z += e
+            g = _through(z, g, leak, ACT)
+            if RES:
+                at = q.to(tl.int64)[:, None] * s + j[None, :]
+                tl.store(inner + at, g.to(inner.dtype.element_ty), mask=ok)
         total += g
         dot += g * (v - center[:, None])
     tl.store(sums + q, tl.sum(total, 1), mask=row_ok)
@@ -166,11 +232,18 @@ def sums_rows(dy, x, sums, coef, rows, s, BQ: tl.constexpr, BS: tl.constexpr):
 
 
 @triton.jit
-def sums_last(dy, x, out, coef, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
-    m, split = tl.program_id(0), tl.program_id(2)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+def sums_last(
+    pid, dy, x, residual, inner, out, coef, images, s, C, R, parts, rows, per_split, leak,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    m, c, split = place_last(pid, images, C, BC)
+    col = c < C
     q = (m // parts) * R + c * parts + m % parts
-    center = tl.load(coef + q, mask=c < C, other=0.0)
+    center = tl.load(coef + q, mask=col, other=0.0)
+    scale, shift = center, center
+    if ACT > 0:
+        scale = tl.load(coef + rows + q, mask=col, other=0.0)
+        shift = tl.load(coef + 2 * rows + q, mask=col, other=0.0)
     total = tl.zeros((BS, BC), tl.float32)
     dot = tl.zeros((BS, BC), tl.float32)
     low = split * per_split
@@ -179,44 +252,70 @@ def sums_last(dy, x, out, coef, s, C, R, parts, rows, per_split, BS: tl.constexp
         j = start + tl.arange(0, BS)
         v, ok = _load_last(x, m, j, high, s, c, C)
         g, ok = _load_last(dy, m, j, high, s, c, C)
+        if ACT > 0:
+            z = (v - center[None, :]) * scale[None, :] + shift[None, :]
+            if RES:
+                e, ok = _load_last(residual, m, j, high, s, c, C)
+                z += e
+            g = _through(z, g, leak, ACT)
+            if RES:
+                at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
+                tl.store(inner + at, g.to(inner.dtype.element_ty), mask=ok)
         total += g
         dot += g * (v - center[None, :])
-    tl.store(out + split * 2 * rows + q, tl.sum(total, 0), mask=c < C)
-    tl.store(out + split * 2 * rows + rows + q, tl.sum(dot, 0), mask=c < C)
+    tl.store(out + split * 2 * rows + q, tl.sum(total, 0), mask=col)
+    tl.store(out + split * 2 * rows + rows + q, tl.sum(dot, 0), mask=col)
 
 
 @triton.jit
-def gradient_rows(dy, x, dx, coef, rows, s, BQ: tl.constexpr, BS: tl.constexpr):
-    """``scale * dy + slope * (x - mean) + offset`` with ``coef [4, N, R]``."""
-    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+def gradient_rows(
+    pid, dy, x, dx, forward, coef, rows, s, leak, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr
+):
+    """``scale * g + slope * (x - mean) + offset`` with ``coef [4, N, R]``; ``forward`` has the forward coefficients."""
+    blocks = tl.cdiv(rows, BQ)
+    q = (pid % blocks) * BQ + tl.arange(0, BQ)
     row_ok = q < rows
     scale = tl.load(coef + q, mask=row_ok, other=0.0)
     slope = tl.load(coef + rows + q, mask=row_ok, other=0.0)
     mean = tl.load(coef + 2 * rows + q, mask=row_ok, other=0.0)
     offset = tl.load(coef + 3 * rows + q, mask=row_ok, other=0.0)
-    j = tl.program_id(1) * BS + tl.arange(0, BS)
+    j = (pid // blocks) * BS + tl.arange(0, BS)
     v, ok = _load_rows(x, q, row_ok, j, s)
     g, ok = _load_rows(dy, q, row_ok, j, s)
+    if ACT > 0:
+        center = tl.load(forward + q, mask=row_ok, other=0.0)
+        f_scale = tl.load(forward + rows + q, mask=row_ok, other=0.0)
+        shift = tl.load(forward + 2 * rows + q, mask=row_ok, other=0.0)
+        g = _through((v - center[:, None]) * f_scale[:, None] + shift[:, None], g, leak, ACT)
     out = g * scale[:, None] + (v - mean[:, None]) * slope[:, None] + offset[:, None]
     tl.store(dx + q.to(tl.int64)[:, None] * s + j[None, :], out.to(dx.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def gradient_last(dy, x, dx, coef, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
-    m, split = tl.program_id(0), tl.program_id(2)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+def gradient_last(
+    pid, dy, x, dx, forward, coef, images, s, C, R, parts, rows, per_split, leak,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    m, c, split = place_last(pid, images, C, BC)
     col = c < C
     q = (m // parts) * R + c * parts + m % parts
     scale = tl.load(coef + q, mask=col, other=0.0)
     slope = tl.load(coef + rows + q, mask=col, other=0.0)
     mean = tl.load(coef + 2 * rows + q, mask=col, other=0.0)
     offset = tl.load(coef + 3 * rows + q, mask=col, other=0.0)
+    center, f_scale, shift = mean, mean, mean
+    if ACT > 0:
+        center = tl.load(forward + q, mask=col, other=0.0)
+        f_scale = tl.load(forward + rows + q, mask=col, other=0.0)
+        shift = tl.load(forward + 2 * rows + q, mask=col, other=0.0)
     low = split * per_split
     high = tl.minimum(low + per_split, s)
     for start in range(low, high, BS):
         j = start + tl.arange(0, BS)
         v, ok = _load_last(x, m, j, high, s, c, C)
         g, ok = _load_last(dy, m, j, high, s, c, C)
+        if ACT > 0:
+            g = _through((v - center[None, :]) * f_scale[None, :] + shift[None, :], g, leak, ACT)
         out = g * scale[None, :] + (v - mean[None, :]) * slope[None, :] + offset[None, :]
         at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=ok)

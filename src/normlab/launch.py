@@ -1,73 +1,123 @@
-"""The passes of :mod:`normlab.reference` by Triton kernels, and how kernels are launched.
+"""How kernels are launched, and the passes of :mod:`normlab.reference` by them, with the same names and arguments.
 
-Same names and arguments as the torch passes. A kernel is compiled once for each shape, dtype and layout; later calls
-hand the compiled kernel its arguments directly, which spares most of the time that Triton's own launch path takes.
+A kernel is compiled once for each shape, dtype and layout; later calls hand the compiled kernel addresses and numbers,
+which spares most of the time that Triton's own launch path takes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import whole_kernels
 
 if TYPE_CHECKING:
     from .engine import Coefficients, Rows
 
-__all__ = ["Buffer", "Shape", "apply", "dense", "input_gradient", "launch", "like", "moments", "sums"]
+__all__ = [
+    "Launch",
+    "Shape",
+    "addresses",
+    "apply",
+    "dense",
+    "input_gradient",
+    "like",
+    "moments",
+    "sums",
+    "tiles",
+]
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+Tensors: TypeAlias = tuple[Tensor | None, ...]
+BLOCK = 256  # rows a program, where a program's work is on rows and not on x
+_SMALL_TILE, _LARGE_TILE = 2048, 4096  # elements a program: of passes that sum, and of passes that write
 
 
-def launch(key: tuple[Any, ...], kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
-    """Run ``kernel`` on ``grid``. ``key`` stands for everything but the values of pointers and floats."""
-    ready = _compiled.get(key)
-    if ready is None:
-        made = kernel[grid](*arguments)
-        if hasattr(made, "packed_metadata"):  # not in the interpreter
-            _compiled[key] = made
-        return
-    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-    ready.run(*grid, stream, ready.function, ready.packed_metadata, None, None, None, *arguments)
-
-
-class Pointer:
-    """A place in a buffer of floats; stands for a tensor in a launch and costs less than a view."""
+class _Pointer:
+    """An address with the type of what lies there: stands for a tensor when a kernel is compiled."""
 
     __slots__ = ("address", "dtype")
 
-    def __init__(self, address: int) -> None:
-        self.address, self.dtype = address, torch.float32
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
         return self.address
 
 
-class Buffer:
-    """One allocation for the many small vectors of a call."""
+class Launch:
+    """A kernel with all of its arguments that do not change from call to call.
 
-    def __init__(self, floats: int, x: Tensor) -> None:
-        self.tensor = torch.empty(floats, dtype=torch.float32, device=x.device)
-        self._used = 0
-        self._base = self.tensor.data_ptr() if x.is_cuda else None  # the interpreter wants tensors
+    ``tensors`` come first, those that are missing as the first one; ``fixed`` are the integers and constants at the
+    end. With ``meet``, programs wait for each other, so no more are started than the device holds at once.
+    """
 
-    def take(self, floats: int) -> Any:
-        # What takes no room stands at the beginning: an address past the end may belong to nobody.
-        start = self._used if floats else 0
-        self._used += -(-floats // 4) * 4  # 16 bytes, so that loads may be wide
-        return self.view(start, floats) if self._base is None else Pointer(self._base + 4 * start)
+    __slots__ = ("_ready", "device", "fixed", "grid", "kernel", "meet")
 
-    def view(self, start: int, floats: int) -> Tensor:
-        return self.tensor[start : start + floats]
+    def __init__(
+        self, kernel: Any, grid: int, fixed: tuple[Any, ...], device: int, meet: bool = False
+    ) -> None:
+        self.kernel, self.grid, self.fixed, self.device, self.meet = kernel, grid, fixed, device, meet
+        self._ready: Any = None
+
+    def __call__(self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...] = ()) -> None:
+        ready = self._ready
+        if ready is None:
+            self._compile(tensors, pointers, numbers)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        if self.meet:
+            pointers = (*pointers, self._counter(stream))
+        ready.run(
+            self.grid, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None,
+            *pointers, *numbers, *self.fixed,
+        )  # fmt: skip
+
+    def _compile(self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...]) -> None:
+        assert tensors[0] is not None
+        given: tuple[Any, ...] = tuple(tensors[0] if t is None else t for t in tensors)
+        if self.device < 0:  # the interpreter, which runs one program after the other: none may wait
+            given = (*given, torch.zeros(1, dtype=torch.int64)) if self.meet else given
+            self.kernel[(1 if self.meet else self.grid,)](*given, *numbers, *self.fixed)
+            return
+        given = tuple(_Pointer(p, t.dtype) for p, t in zip(pointers, given, strict=True))
+        if not self.meet:
+            self._ready = self.kernel[(self.grid,)](*given, *numbers, *self.fixed)
+            return
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        wanted, self.grid = self.grid, min(self.grid, processors)
+        counter = self._counter(torch._C._cuda_getCurrentRawStream(self.device))
+        made = self.kernel[(self.grid,)](
+            *given, _Pointer(counter, torch.int64), *numbers, *self.fixed, launch_cooperative_grid=True
+        )
+        self.grid = min(wanted, processors * _resident(made))
+        self._ready = made
+
+    def _counter(self, stream: int) -> int:
+        """Where the programs of this launch meet: one for each stream and number of programs.
+
+        Launches of one stream follow each other. A captured graph may be replayed beside anything, so it has its own.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, dtype=torch.int64, device=f"cuda:{self.device}").data_ptr()
+        return _counter(self.device, stream, self.grid).data_ptr()
 
 
-def room(*floats: int) -> int:
-    """What a buffer for these vectors holds."""
-    return sum(-(-f // 4) * 4 for f in floats)
+@lru_cache(maxsize=1024)
+def _counter(device: int, stream: int, programs: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=f"cuda:{device}")
+
+
+def _resident(made: Any) -> int:
+    """How many programs of a compiled kernel a multiprocessor holds, by registers, threads and shared memory."""
+    warps = made.metadata.num_warps
+    registers = -(-made.n_regs // 8) * 8 * 32 * warps
+    shared = made.metadata.shared + 1024
+    return max(1, min(65536 // max(registers, 1), 48 // warps, 160 * 1024 // shared, 8))
 
 
 class Shape(NamedTuple):
@@ -79,8 +129,7 @@ class Shape(NamedTuple):
     parts: int  # rows a channel
     last: bool  # channels last
     dtype: torch.dtype
-    device: int
-    aligned: bool  # pointers that are multiples of 16 let loads be wide; kernels are compiled for either
+    device: int  # -1 for the interpreter
 
     @property
     def width(self) -> int:
@@ -96,7 +145,12 @@ def dense(x: Tensor) -> tuple[Tensor, bool]:
     """``x`` contiguous or channels last, copied where it is neither; and which."""
     if x.is_contiguous():
         return x, False
-    if x.dim() > 2 and x.movedim(1, -1).is_contiguous():
+    axes = x.dim()
+    if axes == 4:
+        last = x.is_contiguous(memory_format=torch.channels_last)
+    else:
+        last = axes > 2 and x.movedim(1, -1).is_contiguous()
+    if last:
         return x, True
     return x.contiguous(), False
 
@@ -108,17 +162,14 @@ def like(t: Tensor, x: Tensor, last: bool) -> Tensor:
     return t if t.stride() == x.stride() else torch.empty_like(x, dtype=t.dtype).copy_(t)
 
 
-def shape_of(x: Tensor, rows: Rows, last: bool, *others: Tensor | None) -> Shape:
-    pointers = x.data_ptr()
-    for t in others:
-        if t is not None:
-            pointers |= t.data_ptr()
+def shape_of(x: Tensor, rows: Rows, last: bool) -> Shape:
     n, c = x.shape[:2]
     device = x.device.index if x.is_cuda else -1
-    return Shape(n, c, prod(x.shape[2:]) // rows.parts, rows.parts, last, x.dtype, device, pointers % 16 == 0)
+    return Shape(n, c, prod(x.shape[2:]) // rows.parts, rows.parts, last, x.dtype, device)
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
+    """The power of two that is at least ``n``."""
     return 1 << max(0, (n - 1).bit_length())
 
 
@@ -127,122 +178,94 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@lru_cache(maxsize=1024)
-def _tile_rows(shape: Shape, limit: int) -> tuple[int, int, int]:
-    """Rows and positions a program, and programs along the rows: a tile of about ``limit`` elements."""
-    positions = min(_power(shape.s), limit)
-    rows = min(max(1, limit // positions), _power(shape.rows))
-    return rows, positions, ceil(shape.rows, rows)
+class Tiles(NamedTuple):
+    """What of a row, or of an image, a program takes."""
+
+    first: int  # rows; channels last: positions
+    second: int  # positions; channels last: channels
+    programs: int
+    per_split: int  # channels last: positions of one of the splits of a row
+    splits: int
 
 
 @lru_cache(maxsize=1024)
-def _tile_last(shape: Shape, programs: int) -> tuple[int, int, tuple[int, int, int], int]:
-    """Positions and channels a program, the grid (images, blocks of channels, splits of a row) and positions a split.
+def tiles(shape: Shape, writes: bool) -> Tiles:
+    """Tiles of a pass that sums rows, or of one that writes a tensor.
 
-    Rows are split until there are enough ``programs`` to fill the device, each with two tiles at least.
+    Channels last, rows are split until there are enough programs to fill the device, each with two tiles at least.
     """
-    channels = min(_power(shape.c), 64)
-    positions = min(_power(shape.s), 4096 // channels)
+    if not shape.last:
+        limit = _LARGE_TILE if writes else _SMALL_TILE
+        positions = min(power(shape.s), limit)
+        rows = min(max(1, limit // positions), power(shape.rows))
+        blocks = ceil(shape.s, positions) if writes else 1
+        return Tiles(rows, positions, ceil(shape.rows, rows) * blocks, shape.s, 1)
+    channels = min(power(shape.c), 64)
+    positions = min(power(shape.s), 4096 // channels)
     images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
-    splits = max(1, min(ceil(programs, images * blocks), ceil(shape.s, positions * 2)))
+    wanted = 1056 if writes else 528
+    splits = max(1, min(ceil(wanted, images * blocks), ceil(shape.s, positions * 2)))
     per = ceil(ceil(shape.s, splits), positions) * positions
-    return positions, channels, (images, blocks, ceil(shape.s, per)), per
-
-
-def _floats(x: Tensor, number: int) -> Tensor:
-    return torch.empty(number, dtype=torch.float32, device=x.device)
-
-
-def run_moments(x: Tensor, shape: Shape, stats: Any) -> None:
-    """Mean and variance of every row into ``stats [2, N * R]``."""
-    rows = shape.rows
-    if not shape.last:
-        bq, bs, programs = _tile_rows(shape, 2048)
-        grid = (programs, 1, 1)
-        launch(("moments", shape), kernels.moments_rows, grid, x, stats, rows, shape.s, bq, bs, bs >= shape.s)
-        return
-    bs, bc, grid, per = _tile_last(shape, 528)
-    out = stats if grid[2] == 1 else _floats(x, grid[2] * 2 * rows)
-    sizes = (shape.s, shape.c, shape.width, shape.parts, rows, per)
-    launch(("moments", shape), kernels.moments_last, grid, x, out, *sizes, bs, bc)
-    if grid[2] > 1:
-        blocks = (ceil(rows, 256), 1, 1)
-        launch(("join", shape), kernels.join_moments, blocks, out, stats, rows, shape.s, per, grid[2], 256)
-
-
-def run_apply(x: Tensor, shape: Shape, coef: Any) -> Tensor:
-    """``(x - center) * scale + shift`` with ``coef [3, N * R]``."""
-    y = torch.empty_like(x)
-    if not shape.last:
-        bq, bs, programs = _tile_rows(shape, 4096)
-        grid = (programs, ceil(shape.s, bs), 1)
-        launch(("apply", shape), kernels.apply_rows, grid, x, y, coef, shape.rows, shape.s, bq, bs)
-    else:
-        bs, bc, grid, per = _tile_last(shape, 1056)
-        sizes = (shape.s, shape.c, shape.width, shape.parts, shape.rows, per)
-        launch(("apply", shape), kernels.apply_last, grid, x, y, coef, *sizes, bs, bc)
-    return y
-
-
-def run_sums(dy: Tensor, x: Tensor, shape: Shape, coef: Any, out: Any) -> None:
-    """Row sums of ``dy`` and of ``dy * (x - center)`` into ``out [2, N * R]``; ``coef`` begins with the centers."""
-    rows = shape.rows
-    if not shape.last:
-        bq, bs, programs = _tile_rows(shape, 2048)
-        launch(
-            ("sums", shape, dy.dtype),
-            kernels.sums_rows,
-            (programs, 1, 1),
-            dy,
-            x,
-            out,
-            coef,
-            rows,
-            shape.s,
-            bq,
-            bs,
-        )
-        return
-    bs, bc, grid, per = _tile_last(shape, 528)
-    parted = out if grid[2] == 1 else _floats(x, grid[2] * 2 * rows)
-    sizes = (shape.s, shape.c, shape.width, shape.parts, rows, per)
-    launch(("sums", shape, dy.dtype), kernels.sums_last, grid, dy, x, parted, coef, *sizes, bs, bc)
-    if grid[2] > 1:
-        launch(
-            ("join sums", shape),
-            kernels.join_sums,
-            (ceil(2 * rows, 256), 1, 1),
-            parted,
-            out,
-            rows,
-            grid[2],
-            256,
-        )
-
-
-def run_gradient(dy: Tensor, x: Tensor, shape: Shape, coef: Any) -> Tensor:
-    """``scale * dy + slope * (x - mean) + offset`` with ``coef [4, N * R]``."""
-    dx = torch.empty_like(x)
-    key = ("gradient", shape, dy.dtype)
-    if not shape.last:
-        bq, bs, programs = _tile_rows(shape, 4096)
-        grid = (programs, ceil(shape.s, bs), 1)
-        launch(key, kernels.gradient_rows, grid, dy, x, dx, coef, shape.rows, shape.s, bq, bs)
-    else:
-        bs, bc, grid, per = _tile_last(shape, 1056)
-        sizes = (shape.s, shape.c, shape.width, shape.parts, shape.rows, per)
-        launch(key, kernels.gradient_last, grid, dy, x, dx, coef, *sizes, bs, bc)
-    return dx
+    splits = ceil(shape.s, per)
+    return Tiles(positions, channels, images * blocks * splits, per, splits)
 
 
 # --- the same names and arguments as the torch passes -----------------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)
+def _launch(
+    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: bool, join: bool = False
+) -> Launch:
+    writes = name in ("apply", "gradient")
+    t = tiles(shape, writes)
+    sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split)
+    if writes:
+        fixed = (*sizes, shape.last, t.first, t.second)
+        return Launch(getattr(whole_kernels, name), t.programs, fixed, shape.device)
+    single = (t.second >= shape.s,) if name == "moments" else ()
+    fixed = (*sizes, t.splits, shape.last, t.first, t.second, *single, BLOCK, join)
+    programs = ceil(shape.rows * (2 if name == "sums" else 1), BLOCK) if join else t.programs
+    return Launch(getattr(whole_kernels, name), programs, fixed, shape.device)
+
+
+def _run(name: str, shape: Shape, *given: Tensor) -> None:
+    pointers = addresses(given)
+    types, aligned = tuple(t.dtype for t in given), all(p % 16 == 0 for p in pointers)
+    with _on(shape.device):
+        _launch(name, shape, types, aligned)(given, pointers)
+        if name in ("moments", "sums") and tiles(shape, False).splits > 1:
+            _launch(name, shape, types, aligned, True)(given, pointers)
+
+
+def addresses(tensors: Tensors) -> list[int]:
+    """Where ``tensors`` lie, those that are missing as the first one; nowhere in the interpreter, which takes them."""
+    first = tensors[0]
+    if first is None or not first.is_cuda:
+        return []
+    here = first.data_ptr()
+    return [here if t is None else t.data_ptr() for t in tensors]
+
+
+def _on(device: int) -> Any:
+    return torch.cuda.device(device)  # does nothing for -1
+
+
+def _floats(x: Tensor, *size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device=x.device)
+
+
+def _parted(x: Tensor, shape: Shape) -> Tensor:
+    """Room for what is summed of the splits of rows."""
+    splits = tiles(shape, False).splits
+    return _floats(x, splits * 2 * shape.rows if splits > 1 else 1)
+
+
 def moments(x: Tensor, rows: Rows) -> Tensor:
     x, last = dense(x)
     shape = shape_of(x, rows, last)
-    stats = torch.empty((2, shape.n, shape.width), dtype=torch.float32, device=x.device)
-    run_moments(x, shape, stats)
+    stats = _floats(x, 2, shape.n, shape.width)
+    _run("moments", shape, x, stats, _parted(x, shape))
     return stats
 
 
@@ -257,15 +280,17 @@ def _stacked(x: Tensor, rows: Rows, *given: Tensor | None) -> Tensor:
 
 def apply(x: Tensor, rows: Rows, coefficients: Coefficients, *, far: bool) -> Tensor:
     x, last = dense(x)
-    return run_apply(x, shape_of(x, rows, last), _stacked(x, rows, *coefficients))
+    y = torch.empty_like(x)
+    _run("apply", shape_of(x, rows, last), x, y, _stacked(x, rows, *coefficients))
+    return y
 
 
 def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
     x, last = dense(x)
     dy = like(dy, x, last)
-    shape = shape_of(x, rows, last, dy)
-    out = torch.empty((2, shape.n, shape.width), dtype=torch.float32, device=x.device)
-    run_sums(dy, x, shape, _stacked(x, rows, center), out)
+    shape = shape_of(x, rows, last)
+    out = _floats(x, 2, shape.n, shape.width)
+    _run("sums", shape, dy, x, out, _stacked(x, rows, center), _parted(x, shape))
     return out[0], out[1]
 
 
@@ -281,4 +306,6 @@ def input_gradient(
     x, last = dense(x)
     dy = x if dy is None else like(dy, x, last)  # with no scale it counts for nothing
     about = None if slope is None else mean
-    return run_gradient(dy, x, shape_of(x, rows, last, dy), _stacked(x, rows, scale, slope, about, offset))
+    dx = torch.empty_like(x)
+    _run("gradient", shape_of(x, rows, last), dy, x, dx, _stacked(x, rows, scale, slope, about, offset))
+    return dx

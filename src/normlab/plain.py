@@ -107,6 +107,10 @@ def read(module: nn.Module, *, branch: str | None = None, label: int | None = No
     ``branch`` and ``label`` choose where a layer of normlab has several affine maps or sets of statistics.
     """
     if isinstance(module, Norm):
+        if module.act is not None:
+            return (
+                f"applies {module.act} too; convert or fold the model that it was fused from, or set act=None"
+            )
         return _read_own(module, branch, label)
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return "not initialized yet; run one batch through the model first"

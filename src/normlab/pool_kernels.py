@@ -1,8 +1,11 @@
 """The closed family on ``[N, R]`` in Triton: what stands between the passes.
 
-An instance pool, one pool within samples and one over the batch, alone or mixed, with a shared affine map or one a
-sample. A direction takes two kernels: one for what is summed over pools, one that puts each row's coefficients
-together. Capitals are constexpr. Nothing uses atomics.
+An instance pool, one pool within samples and one over the batch, alone or mixed, with a shared affine map, a second
+one after it, or both. A direction takes two passes: one for what is summed over pools, one that puts each row's
+coefficients together; each is a function of a program's number. Capitals are constexpr. Nothing uses atomics.
+
+SECOND says whose the second affine map is: 0 nobody's, 1 the batch's ``[C]``, 2 a row of a table ``[K, C]`` that
+``label [N]`` chooses, 3 each sample's own ``[N, C]``.
 """
 
 # Triton's annotations describe its compiler, not Python: names bound under constexpr branches, static_range, constants.
@@ -17,15 +20,15 @@ import triton.language as tl
 
 @triton.jit
 def pool_forward(
-    stats, sample_stats, batch_mean, batch_var, segment, renorm,
+    pid, stats, sample_stats, batch_mean, batch_var, segment, renorm, members,
     running_mean, running_var, batches, momentum, eps, r_max, d_max, warmup, r_steps, d_steps,
-    N, R, rows, s, sample_cells, sample_groups, batch_groups, sample_programs,
-    HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, WIDE: tl.constexpr,
+    N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs,
+    HAS_S: tl.constexpr, HAS_B: tl.constexpr, LIVE_B: tl.constexpr, HAS_SEG: tl.constexpr, WIDE: tl.constexpr,
     UPDATE: tl.constexpr, RENORM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Mean and variance of every pool: first the programs of the pool within samples, a program a cell; then the pool
-    over the batch, ``BC`` statistics a program, or one where a statistic covers several rows (WIDE)."""
-    pid = tl.program_id(0)
+    over the batch, ``BC`` statistics a program, or one where a statistic covers several rows (WIDE). Running
+    statistics that normalize are copied, ``BR`` a program: what backward reads must not move with the buffers."""
     if HAS_S:
         if pid < sample_programs:
             per = R // sample_groups
@@ -44,7 +47,13 @@ def pool_forward(
                 acc += tl.where(ok, v + d * d, 0.0)
             tl.store(sample_stats + pid, mean)
             tl.store(sample_stats + sample_cells + pid, tl.sum(acc, 0) / per)
-    if HAS_B:
+    if HAS_B and not LIVE_B:
+        if pid >= sample_programs:
+            at = (pid - sample_programs) * BR + tl.arange(0, BR)
+            ok = at < batch_cells
+            tl.store(batch_mean + at, tl.load(running_mean + at, mask=ok, other=0.0).to(tl.float32), mask=ok)
+            tl.store(batch_var + at, tl.load(running_var + at, mask=ok, other=1.0).to(tl.float32), mask=ok)
+    if HAS_B and LIVE_B:
         if pid >= sample_programs:
             b = pid - sample_programs
             i = tl.arange(0, BN)
@@ -53,18 +62,18 @@ def pool_forward(
                 per = R // batch_groups
                 j = tl.arange(0, BR)
                 acc = tl.zeros((BN, BR), tl.float32)
-                members = tl.zeros((BN,), tl.float32)
+                member = tl.zeros((BN,), tl.float32)
                 for n0 in range(0, N, BN):
                     n = n0 + i
                     mine = n < N
                     if HAS_SEG:
                         mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
-                    members += mine.to(tl.float32)
+                    member += mine.to(tl.float32)
                     for start in range(0, per, BR):
                         ok = mine[:, None] & (start + j < per)[None, :]
                         at = (n * R + g * per)[:, None] + (start + j)[None, :]
                         acc += tl.load(stats + at, mask=ok, other=0.0)
-                count = tl.maximum(tl.sum(members, 0), 1.0) * per
+                count = tl.maximum(tl.sum(member, 0), 1.0) * per
                 mean = tl.sum(tl.sum(acc, 1), 0) / count
                 acc = tl.zeros((BN, BR), tl.float32)
                 for n0 in range(0, N, BN):
@@ -81,9 +90,12 @@ def pool_forward(
                 var = tl.sum(tl.sum(acc, 1), 0) / count
                 tl.store(batch_mean + b, mean)
                 tl.store(batch_var + b, var)
+                if g == 0:
+                    tl.store(members + seg, tl.sum(member, 0))
                 if UPDATE:
                     total = count * s
-                    old_mean, old_var = tl.load(running_mean + b), tl.load(running_var + b)
+                    old_mean = tl.load(running_mean + b).to(tl.float32)
+                    old_var = tl.load(running_var + b).to(tl.float32)
                     unbiased = var * (total / tl.maximum(total - 1.0, 1.0))
                     tl.store(running_mean + b, old_mean + momentum * (mean - old_mean))
                     tl.store(running_var + b, old_var + momentum * (unbiased - old_var))
@@ -93,16 +105,16 @@ def pool_forward(
                 r = (b % blocks) * BC + tl.arange(0, BC)
                 col = r < R
                 acc2 = tl.zeros((BN, BC), tl.float32)
-                members2 = tl.zeros((BN,), tl.float32)
+                member2 = tl.zeros((BN,), tl.float32)
                 for n0 in range(0, N, BN):
                     n = n0 + i
                     mine = n < N
                     if HAS_SEG:
                         mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
-                    members2 += mine.to(tl.float32)
+                    member2 += mine.to(tl.float32)
                     at = (n * R)[:, None] + r[None, :]
                     acc2 += tl.load(stats + at, mask=mine[:, None] & col[None, :], other=0.0)
-                count2 = tl.maximum(tl.sum(members2, 0), 1.0)
+                count2 = tl.maximum(tl.sum(member2, 0), 1.0)
                 mean2 = tl.sum(acc2, 0) / count2
                 acc2 = tl.zeros((BN, BC), tl.float32)
                 for n0 in range(0, N, BN):
@@ -119,14 +131,16 @@ def pool_forward(
                 at = seg * R + r
                 tl.store(batch_mean + at, mean2, mask=col)
                 tl.store(batch_var + at, var2, mask=col)
+                if b % blocks == 0:
+                    tl.store(members + seg, tl.sum(member2, 0))
                 if RENORM:
                     done = tl.load(batches).to(tl.float32) - warmup
                     grown_r = tl.minimum(tl.maximum(done / tl.maximum(r_steps - warmup, 1.0), 0.0), 1.0)
                     grown_d = tl.minimum(tl.maximum(done / tl.maximum(d_steps - warmup, 1.0), 0.0), 1.0)
                     top_r = 1.0 + (r_max - 1.0) * grown_r
                     top_d = d_max * grown_d
-                    run_mean = tl.load(running_mean + r, mask=col, other=0.0)
-                    run_std = tl.sqrt(tl.load(running_var + r, mask=col, other=1.0) + eps)
+                    run_mean = tl.load(running_mean + r, mask=col, other=0.0).to(tl.float32)
+                    run_std = tl.sqrt(tl.load(running_var + r, mask=col, other=1.0).to(tl.float32) + eps)
                     std = tl.sqrt(var2 + eps)
                     ratio = tl.minimum(tl.maximum(std / run_std, 1.0 / top_r), top_r)
                     move = tl.minimum(tl.maximum((mean2 - run_mean) / run_std, -top_d), top_d)
@@ -138,8 +152,8 @@ def pool_forward(
                         tl.store(running_var + r, tl.maximum(new_std * new_std - eps, 0.0), mask=col)
                 elif UPDATE:
                     total = count2 * s
-                    old_mean = tl.load(running_mean + r, mask=col, other=0.0)
-                    old_var = tl.load(running_var + r, mask=col, other=0.0)
+                    old_mean = tl.load(running_mean + r, mask=col, other=0.0).to(tl.float32)
+                    old_var = tl.load(running_var + r, mask=col, other=0.0).to(tl.float32)
                     unbiased = var2 * (total / tl.maximum(total - 1.0, 1.0))
                     tl.store(running_mean + r, old_mean + momentum * (mean2 - old_mean), mask=col)
                     tl.store(running_var + r, old_var + momentum * (unbiased - old_var), mask=col)
@@ -202,34 +216,52 @@ def _standard(
 
 
 @triton.jit
-def _row_affine(n, c, ok, weight, bias, renorm, C, R, AFFINE: tl.constexpr, RENORM: tl.constexpr):
-    """The effective weight and bias of rows. AFFINE: 0 none, 1 shared ``[C]``, 2 a row a sample ``[N, C]``."""
+def _second(n, c, ok, weight2, bias2, label, C, SECOND: tl.constexpr):
+    """The second affine map of rows; one and zero where there is none."""
+    w = tl.zeros_like(ok.to(tl.float32)) + 1.0
+    b = w - 1.0
+    if SECOND > 0:
+        at = c
+        if SECOND == 2:
+            at = tl.load(label + n).to(tl.int32) * C + c
+        elif SECOND == 3:
+            at = n * C + c
+        w = tl.load(weight2 + at, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(bias2 + at, mask=ok, other=0.0).to(tl.float32)
+    return w, b
+
+
+@triton.jit
+def _row_affine(
+    n, c, ok, weight, bias, weight2, bias2, label, renorm, C, R,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr,
+):  # fmt: skip
+    """The effective weight and bias of rows."""
     w = tl.zeros_like(ok.to(tl.float32)) + 1.0
     b = w - 1.0
     if RENORM:
         w = tl.load(renorm + c, mask=ok, other=0.0)
         b = tl.load(renorm + R + c, mask=ok, other=0.0)
-    if AFFINE > 0:
-        at = c
-        if AFFINE == 2:
-            at = n * C + c
-        w1 = tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)
-        b1 = tl.load(bias + at, mask=ok, other=0.0).to(tl.float32)
-        w, b = w * w1, b * w1 + b1
+    if SHARED:
+        w1 = tl.load(weight + c, mask=ok, other=0.0).to(tl.float32)
+        w, b = w * w1, b * w1 + tl.load(bias + c, mask=ok, other=0.0).to(tl.float32)
+    if SECOND > 0:
+        w2, b2 = _second(n, c, ok, weight2, bias2, label, C, SECOND)
+        w, b = w * w2, b * w2 + b2
     return w, b
 
 
 @triton.jit
 def coefficients(
-    out, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
-    weight, bias, renorm, batches,
+    pid, out, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+    weight, bias, weight2, bias2, label, renorm, batches,
     C, R, rows, parts, sample_cells, sample_groups, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
-    AFFINE: tl.constexpr, RENORM: tl.constexpr, COUNT: tl.constexpr, B: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, COUNT: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Center, scale and shift of every row, ``[3, N, R]``; one program counts the batch."""
-    q = tl.program_id(0) * B + tl.arange(0, B)
+    q = pid * B + tl.arange(0, B)
     ok = q < rows
     safe = tl.minimum(q, rows - 1)
     n, r = safe // R, safe % R
@@ -237,31 +269,35 @@ def coefficients(
         n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
         R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
     )  # fmt: skip
-    w, b = _row_affine(n, r // parts, ok, weight, bias, renorm, C, R, AFFINE, RENORM)
+    w, b = _row_affine(
+        n, r // parts, ok, weight, bias, weight2, bias2, label, renorm, C, R, SHARED, SECOND, RENORM
+    )
     tl.store(out + q, center, mask=ok)
     tl.store(out + rows + q, scale * w, mask=ok)
     tl.store(out + 2 * rows + q, b, mask=ok)
     if COUNT:
-        if tl.program_id(0) == 0:
+        if pid == 0:
             tl.store(batches, tl.load(batches) + 1)
 
 
 @triton.jit
 def pool_backward(
-    sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
-    weight, bias, renorm, sample_sums, batch_sums, d_weight, d_bias, d_logits,
-    N, C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, batch_programs,
+    pid, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+    weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums,
+    d_weight, d_bias, d_weight2, d_bias2, d_logits,
+    N, C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
+    sample_programs, batch_programs, affine_programs,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
-    AFFINE: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Sums over the pools of the gradients at center and variance, and the gradients of the parameters.
 
-    Programs of the pool within samples, a program a cell; of the pool over the batch; then of blocks of channels, which
-    see all samples: affine map and mixture weights.
+    Programs of the pool within samples, a program a cell; of the pool over the batch; of blocks of channels, which
+    see all samples: affine maps and mixture weights; and of rows of a table of affine maps, a program for each sample
+    and block of channels, of which the first sample of a label sums for all of that label.
     """
-    pid = tl.program_id(0)
     if HAS_S:
         if pid < sample_programs:
             per = R // sample_groups
@@ -284,10 +320,14 @@ def pool_backward(
                     ok,
                     weight,
                     bias,
+                    weight2,
+                    bias2,
+                    label,
                     renorm,
                     C,
                     R,
-                    AFFINE,
+                    SHARED,
+                    SECOND,
                     RENORM,
                 )
                 s0 = tl.load(sums + n * R + r, mask=ok, other=0.0)
@@ -328,7 +368,8 @@ def pool_backward(
                         HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
                     )  # fmt: skip
                     w, _ = _row_affine(
-                        nn[:, None], (r // parts)[None, :], ok, weight, bias, renorm, C, R, AFFINE, RENORM,
+                        nn[:, None], (r // parts)[None, :], ok, weight, bias, weight2, bias2, label, renorm, C, R,
+                        SHARED, SECOND, RENORM,
                     )  # fmt: skip
                     at = nn[:, None] * R + r[None, :]
                     s0 = tl.load(sums + at, mask=ok, other=0.0)
@@ -342,14 +383,22 @@ def pool_backward(
                 r = first + tl.arange(0, BC)
                 tl.store(batch_sums + seg * R + r, tl.sum(at_center2, 0), mask=r < R)
                 tl.store(batch_sums + batch_cells + seg * R + r, tl.sum(at_var2, 0), mask=r < R)
-    if pid >= sample_programs + batch_programs:
-        a = pid - sample_programs - batch_programs
+    first_affine = sample_programs + batch_programs
+    if (pid >= first_affine) & (pid < first_affine + affine_programs):
+        a = pid - first_affine
         i = tl.arange(0, BN)
         c = a * BC + tl.arange(0, BC)
         col = c < C
         cc = tl.minimum(c, C - 1)
+        w1 = tl.zeros((BC,), tl.float32) + 1.0
+        b1 = w1 - 1.0
+        if SHARED:
+            w1 = tl.load(weight + cc).to(tl.float32)
+            b1 = tl.load(bias + cc).to(tl.float32)
         sum_w = tl.zeros((BN, BC), tl.float32)
         sum_b = tl.zeros((BN, BC), tl.float32)
+        sum_w2 = tl.zeros((BN, BC), tl.float32)
+        sum_b2 = tl.zeros((BN, BC), tl.float32)
         mix_i = tl.zeros((BN, BC), tl.float32)
         mix_s = tl.zeros((BN, BC), tl.float32)
         mix_b = tl.zeros((BN, BC), tl.float32)
@@ -363,7 +412,10 @@ def pool_backward(
             ok = mine[:, None] & col[None, :]
             each_w = tl.zeros((BN, BC), tl.float32)
             each_b = tl.zeros((BN, BC), tl.float32)
-            w, _ = _row_affine(nn[:, None], cc[None, :], ok, weight, bias, renorm, C, R, AFFINE, RENORM)
+            w2, _ = _second(nn[:, None], cc[None, :], ok, weight2, bias2, label, C, SECOND)
+            w = w2 * w1[None, :]
+            if RENORM:
+                w = w * tl.load(renorm + cc)[None, :]
             for p in range(parts):
                 r = cc * parts + p
                 at = nn[:, None] * R + r[None, :]
@@ -396,15 +448,24 @@ def pool_backward(
                             cell += tl.load(segment + nn).to(tl.int32)[:, None] * batch_groups
                         mix_b += at_center3 * (tl.load(batch_mean + cell, mask=ok, other=0.0) - center)
                         var_b += at_var3 * tl.load(batch_var + cell, mask=ok, other=0.0)
-            sum_w += each_w
-            sum_b += each_b
-            if AFFINE == 2:
-                at = nn[:, None] * C + cc[None, :]
-                tl.store(d_weight + at, each_w.to(d_weight.dtype.element_ty), mask=ok)
-                tl.store(d_bias + at, each_b.to(d_bias.dtype.element_ty), mask=ok)
-        if AFFINE == 1:
+            if SHARED:
+                sum_w += w2 * each_w
+                sum_b += w2 * each_b
+            if SECOND == 1 or SECOND == 3:
+                each_w2 = w1[None, :] * each_w + b1[None, :] * each_b
+                if SECOND == 3:
+                    at = nn[:, None] * C + cc[None, :]
+                    tl.store(d_weight2 + at, each_w2.to(d_weight2.dtype.element_ty), mask=ok)
+                    tl.store(d_bias2 + at, each_b.to(d_bias2.dtype.element_ty), mask=ok)
+                else:
+                    sum_w2 += each_w2
+                    sum_b2 += each_b
+        if SHARED:
             tl.store(d_weight + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=col)
             tl.store(d_bias + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=col)
+        if SECOND == 1:
+            tl.store(d_weight2 + c, tl.sum(sum_w2, 0).to(d_weight2.dtype.element_ty), mask=col)
+            tl.store(d_bias2 + c, tl.sum(sum_b2, 0).to(d_bias2.dtype.element_ty), mask=col)
         if K > 1:
             if HAS_I:
                 tl.store(d_logits + a * 2 * K + P_I, tl.sum(tl.sum(mix_i, 1), 0))
@@ -415,42 +476,82 @@ def pool_backward(
             if HAS_B:
                 tl.store(d_logits + a * 2 * K + P_B, tl.sum(tl.sum(mix_b, 1), 0))
                 tl.store(d_logits + a * 2 * K + K + P_B, tl.sum(tl.sum(var_b, 1), 0))
+    if SECOND == 2:
+        if pid >= first_affine + affine_programs:
+            blocks = tl.cdiv(C, BC)
+            own = (pid - first_affine - affine_programs) // blocks
+            c = ((pid - first_affine - affine_programs) % blocks) * BC + tl.arange(0, BC)
+            col = c < C
+            cc = tl.minimum(c, C - 1)
+            k = tl.load(label + own)
+            w1 = tl.zeros((BC,), tl.float32) + 1.0
+            b1 = w1 - 1.0
+            if SHARED:
+                w1 = tl.load(weight + cc).to(tl.float32)
+                b1 = tl.load(bias + cc).to(tl.float32)
+            i = tl.arange(0, BN)
+            before = tl.zeros((BN,), tl.int32)
+            sum_w = tl.zeros((BN, BC), tl.float32)
+            sum_b = tl.zeros((BN, BC), tl.float32)
+            for n0 in range(0, N, BN):
+                n = n0 + i
+                nn = tl.minimum(n, N - 1)
+                mine = (n < N) & (tl.load(label + nn) == k)
+                before += (mine & (n < own)).to(tl.int32)
+                ok = mine[:, None] & col[None, :]
+                for p in range(parts):
+                    r = cc * parts + p
+                    at = nn[:, None] * R + r[None, :]
+                    s0 = tl.load(sums + at, mask=ok, other=0.0)
+                    s1 = tl.load(sums + rows + at, mask=ok, other=0.0)
+                    _, scale = _standard(
+                        nn[:, None], r[None, :], ok, stats, sample_stats, batch_mean, batch_var, segment,
+                        mean_logits, var_logits, eps, R, rows, sample_cells, sample_groups, batch_groups,
+                        HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
+                    )  # fmt: skip
+                    along = s1 * scale
+                    if RENORM:
+                        along = along * tl.load(renorm + cc)[None, :] + s0 * tl.load(renorm + R + cc)[None, :]
+                    sum_w += tl.where(ok, w1[None, :] * along + b1[None, :] * s0, 0.0)
+                    sum_b += tl.where(ok, s0, 0.0)
+            if tl.sum(before, 0) == 0:
+                at = k.to(tl.int64) * C + c
+                tl.store(d_weight2 + at, tl.sum(sum_w, 0).to(d_weight2.dtype.element_ty), mask=col)
+                tl.store(d_bias2 + at, tl.sum(sum_b, 0).to(d_bias2.dtype.element_ty), mask=col)
 
 
 @triton.jit
-def _softmax_gradient(parted, logits, out, programs, shift, K: tl.constexpr, BP: tl.constexpr):
+def _softmax_gradient(
+    parted, logits, out, programs, shift, K: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr
+):
     """From ``[programs, 2, K]`` gradients of weights to those of the logits, ``shift`` 0 for means, K for variances."""
-    p = tl.arange(0, BP)
-    mean = 0.0
-    for k in tl.static_range(K):
-        g = 0.0
-        for start in range(0, programs, BP):
-            ok = start + p < programs
-            g += tl.sum(tl.load(parted + (start + p) * 2 * K + shift + k, mask=ok, other=0.0), 0)
-        mean += g * _softmax(logits, K, k)
-    for k in tl.static_range(K):
-        g = 0.0
-        for start in range(0, programs, BP):
-            ok = start + p < programs
-            g += tl.sum(tl.load(parted + (start + p) * 2 * K + shift + k, mask=ok, other=0.0), 0)
-        tl.store(out + k, (_softmax(logits, K, k) * (g - mean)).to(out.dtype.element_ty))
+    p, k = tl.arange(0, BP), tl.arange(0, BK)
+    total = tl.zeros((BP, BK), tl.float32)
+    for start in range(0, programs, BP):
+        ok = (start + p < programs)[:, None] & (k < K)[None, :]
+        total += tl.load(parted + (start + p)[:, None] * 2 * K + shift + k[None, :], mask=ok, other=0.0)
+    g = tl.sum(total, 0)
+    z = tl.load(logits + k, mask=k < K, other=float("-inf")).to(tl.float32)
+    e = tl.exp(z - tl.max(z, 0))
+    w = e / tl.sum(e, 0)
+    tl.store(out + k, (w * (g - tl.sum(w * g, 0))).to(out.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
 def _row_gradient(
     n, r, c, ok, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
-    weight, bias, renorm, sample_sums, batch_sums, members,
+    weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
     C, R, rows, s, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
-    AFFINE: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
 ):  # fmt: skip
     """``dx = scale * dy + offset + slope * (x - mean)`` of rows ``(n, r)``."""
     _, scale = _standard(
         n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
         R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
     )  # fmt: skip
-    w, _ = _row_affine(n, c, ok, weight, bias, renorm, C, R, AFFINE, RENORM)
+    w, _ = _row_affine(n, c, ok, weight, bias, weight2, bias2, label, renorm, C, R, SHARED, SECOND, RENORM)
     zero = tl.zeros_like(scale)
     offset, half, mean = zero, zero, zero
     if HAS_I or HAS_S or LIVE_B:
@@ -475,11 +576,11 @@ def _row_gradient(
     if HAS_B and LIVE_B:
         per = R // batch_groups
         cell = r // per
-        count = tl.load(members).to(tl.float32) * per * s
+        count = tl.load(members) * per * s
         if HAS_SEG:
             seg = tl.load(segment + n).to(tl.int32)
             cell += seg * batch_groups
-            count = tl.load(members + seg).to(tl.float32) * per * s
+            count = tl.load(members + seg) * per * s
         h = (
             _softmax(var_logits, K, P_B)
             * tl.load(batch_sums + batch_cells + cell, mask=ok, other=0.0)
@@ -494,33 +595,34 @@ def _row_gradient(
 
 @triton.jit
 def coefficients_backward(
-    out, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
-    weight, bias, renorm, sample_sums, batch_sums, members,
+    pid, out, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+    weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
     d_parted, d_mean_logits, d_var_logits, parted_programs,
     C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
-    AFFINE: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr, B: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
+    B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """What makes ``dx = scale * dy + slope * (x - mean) + offset`` of every row, ``[4, N, R]``.
 
     One program finishes the gradients of the mixture weights.
     """
-    q = tl.program_id(0) * B + tl.arange(0, B)
+    q = pid * B + tl.arange(0, B)
     ok = q < rows
     safe = tl.minimum(q, rows - 1)
     n, r = safe // R, safe % R
     scale, offset, slope, mean = _row_gradient(
         n, r, r // parts, ok, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits,
-        eps, weight, bias, renorm, sample_sums, batch_sums, members,
+        eps, weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
         C, R, rows, s, sample_cells, sample_groups, batch_cells, batch_groups,
-        HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, AFFINE, RENORM, LIVE_B,
+        HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B,
     )  # fmt: skip
     tl.store(out + q, scale, mask=ok)
     tl.store(out + rows + q, slope, mask=ok)
     tl.store(out + 2 * rows + q, mean, mask=ok)
     tl.store(out + 3 * rows + q, offset, mask=ok)
     if K > 1:
-        if tl.program_id(0) == 0:
-            _softmax_gradient(d_parted, mean_logits, d_mean_logits, parted_programs, 0, K, 64)
-            _softmax_gradient(d_parted, var_logits, d_var_logits, parted_programs, K, K, 64)
+        if pid == 0:
+            _softmax_gradient(d_parted, mean_logits, d_mean_logits, parted_programs, 0, K, BK, 64)
+            _softmax_gradient(d_parted, var_logits, d_var_logits, parted_programs, K, K, BK, 64)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import _must_trace, _reduce
+from .engine import _reduce, must_trace
 
 __all__ = ["normalize_positions"]
 
@@ -25,7 +25,7 @@ def normalize_positions(
     """Standardize over C at each position, then apply the affine map."""
     weight = weight.unsqueeze(0) if weight is not None and weight.dim() == 1 else weight
     bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
-    if _must_trace(x):
+    if must_trace(x):
         return _plain(x, weight, bias, eps)
     return _Positional.apply(x, weight, bias, eps)
 

@@ -14,20 +14,31 @@ from torch import Tensor, nn
 from .. import running
 from .._cache import remembered
 from .._text import nearest
+from ..activation import activate, check_activation
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
 from ..backend import kernels_serve
-from ..engine import MOVED, StyleMoments, Update, normalize, slice_moments
+from ..engine import MOVED, StyleMoments, Update, must_trace, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
 from ..positional import normalize_positions
 from ..rules import Kalman, Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
 from ..running import Policy, Track
-from .checks import check_branches, check_counts, check_input, conditions, first_condition
+from .checks import (
+    check_branches,
+    check_counts,
+    check_input,
+    check_residual,
+    conditions,
+    first_condition,
+    plain_condition,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..calibrate import Observer
     from ..engine import Rows
+    from ..fused import Affine
+    from .ready import Ready
 
 __all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
 
@@ -79,6 +90,8 @@ class Norm(nn.Module):
             cumulative average.
         init_std: class and branch weights start from a normal distribution of this deviation about one.
         key_size: channels a key, for ``"predicted"``.
+        act: an activation that follows, ``"relu"``, ``"leaky_relu"`` or ``"silu"``; where kernels run, in the same pass
+            over the input. A ``residual`` given to ``forward`` is added before it.
 
     >>> import torch
     >>> layer = Norm2d(8, statistics=("instance", "batch"), affine="sandwich", num_classes=10)
@@ -106,6 +119,7 @@ class Norm(nn.Module):
         track_running_stats: bool = True,
         init_std: float = 0.0,
         key_size: int = 16,
+        act: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -137,7 +151,9 @@ class Norm(nn.Module):
         self.statistics = statistics
         self.affine_terms = parse_affine(affine, num_classes is not None, branches is not None)
         self.eps, self.momentum, self.init_std, self.key_size = eps, momentum, init_std, key_size
+        self.act = check_activation(act)
         self.policy = Policy()
+        self._ready: dict[Any, Ready | None] = {}  # what is known of calls like earlier ones
         self.process_group: ProcessGroup | None = None
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
@@ -264,19 +280,81 @@ class Norm(nn.Module):
     # --- forward ------------------------------------------------------------------------------------------------
 
     def forward(
-        self, x: Tensor, condition: Any = None, *, label: Any = None, branch: Any = None, style: Any = None
+        self,
+        x: Tensor,
+        condition: Any = None,
+        *,
+        label: Any = None,
+        branch: Any = None,
+        style: Any = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """Normalize ``x``. ``condition`` is the layer's label, branch or style, whichever it takes first."""
+        """Normalize ``x``. ``condition`` is the layer's label, branch or style, whichever it takes first.
+
+        ``residual``, of the shape of ``x``, is added before the activation.
+        """
         check_input(self, x)
-        given = {"label": label, "branch": branch, "style": style}
-        if condition is not None:
-            given[first_condition(self)] = condition
-        if self.wants or any(v is not None for v in given.values()):
-            label, branch, style = conditions(self, given, x)
-        return self._run(x, label, 0 if branch is None else branch, style)
+        if residual is not None:
+            check_residual(self, x, residual)
+        if self.wants or not (condition is label is branch is style is None):
+            found = plain_condition(self, condition, x) if label is branch is style is None else None
+            if found is not None:
+                label, branch = found
+            else:
+                given = {"label": label, "branch": branch, "style": style}
+                if condition is not None:
+                    given[first_condition(self)] = condition
+                label, branch, style = conditions(self, given, x)
+        return self._run(x, label, 0 if branch is None else branch, style, residual)
 
     def _run(
-        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...] = ()
+        self,
+        x: Tensor,
+        label: Any,
+        branch: int | Tensor,
+        style: Any,
+        residual: Tensor | None = None,
+        extra: tuple[Tensor, ...] = (),
+    ) -> Tensor:
+        if kernels_serve(x) and not extra and not must_trace(x):
+            done = self._at_once(x, label, branch, style, residual)
+            if done is not None:
+                return done
+        y = self._in_steps(x, label, branch, style, extra)
+        return activate(y if residual is None else y + residual, self.act)
+
+    def _at_once(
+        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None
+    ) -> Tensor | None:
+        """By the kernels for whole normalizers, where they have all that this call asks for."""
+        if self.observer is not None or not isinstance(branch, int) or running.in_backward():
+            return None
+        policy = self.policy
+        key = (
+            x.shape, x.dtype, x.device, x.is_contiguous(), self._uses_batch(), branch, policy.update, policy.guard
+        )  # fmt: skip
+        try:
+            ready = self._ready[key]
+        except KeyError:
+            from .ready import prepare  # imports triton
+
+            if len(self._ready) >= 64:
+                self._ready.clear()
+            ready = self._ready[key] = prepare(self, x, branch)
+        if ready is None:
+            return None
+        if self._run_shape is not None:
+            self._check_run_shape(x, ready.live)
+        y = ready(self, x, self._two_affines(label, branch, style, x), residual)
+        if ready.update and ready.cut:
+            self._set_run_shape(tuple(x.shape[2:]))
+        return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": {}}  # compiled kernels stay here
+
+    def _in_steps(
+        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...]
     ) -> Tensor:
         if isinstance(self.statistics, Positional):
             return normalize_positions(x, *self._affine(label, branch, style, x), self.eps)
@@ -355,6 +433,32 @@ class Norm(nn.Module):
         if self.branches is None:
             return buffer.unsqueeze(0)
         return buffer[branch : branch + 1] if isinstance(branch, int) else buffer.index_select(0, branch)
+
+    def _two_affines(self, label: Any, branch: int, style: Any, x: Tensor) -> Affine:
+        """The affine maps as the kernels take them: a shared one, then one of the batch, of labels or of samples."""
+        from ..fused import Affine
+
+        terms, own = self.affine_terms, self._parameters
+        if terms == ("shared",):
+            return Affine(own["weight"], own["bias"])
+        if len(terms) > 2 or (len(terms) == 2 and terms[0] != "shared"):
+            return Affine(None, None, *self._affine(label, branch, style, x))
+        shared = (own["weight"], own["bias"]) if terms[:1] == ("shared",) else (None, None)
+        last = terms[-1] if terms else None
+        if last == "class":
+            tables = own["class_weight"], own["class_bias"]
+            if isinstance(label, Tensor):
+                return Affine(*shared, *tables, label.contiguous())
+            return Affine(*shared, *(select(t, label) for t in tables))  # type: ignore[arg-type]
+        if last == "branch":
+            assert self.branches is not None
+            name = self.branches[branch]
+            pair = self.branch_weight[name], self.branch_bias[name]
+            return Affine(*pair) if len(terms) == 1 else Affine(*shared, *pair)
+        if last == "style":
+            found = self._style(style, x)
+            return Affine(*shared, found.std, found.mean)
+        return Affine(*shared)
 
     def _affine(
         self, label: Any, branch: int | Tensor, style: Any, x: Tensor | None
@@ -494,6 +598,8 @@ class Norm(nn.Module):
         if self.branches is not None:
             parts.append(f"branches=({', '.join(self.branches)})")
         parts.append(f"eps={self.eps:g}")
+        if self.act is not None:
+            parts.append(f"act={self.act}")
         if any(p.over_batch for p in self.statistics.pools):
             parts.append(f"momentum={self.momentum}")
             if not self.track_running_stats:

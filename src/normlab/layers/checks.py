@@ -18,7 +18,15 @@ from ..rules import Single
 if TYPE_CHECKING:
     from .base import Norm
 
-__all__ = ["check_branches", "check_counts", "check_input", "conditions", "first_condition"]
+__all__ = [
+    "check_branches",
+    "check_counts",
+    "check_input",
+    "check_residual",
+    "conditions",
+    "first_condition",
+    "plain_condition",
+]
 
 _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
 _SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
@@ -42,6 +50,16 @@ def check_input(layer: Norm, x: Tensor) -> None:
         hint = "; the channels seem to be last, call x.movedim(-1, 1)" if last else ""
         raise ValueError(
             f"{type(layer).__name__} has {layer.num_features} channels; got {x.shape[1]} in {list(x.shape)}{hint}"
+        )
+
+
+def check_residual(layer: Norm, x: Tensor, residual: Tensor) -> None:
+    if not isinstance(residual, Tensor) or residual.shape != x.shape or residual.device != x.device:
+        got = (
+            f"{list(residual.shape)} on {residual.device}" if isinstance(residual, Tensor) else type(residual)
+        )
+        raise ValueError(
+            f"{type(layer).__name__} adds a residual of x's shape and device, {list(x.shape)} on {x.device}; got {got}"
         )
 
 
@@ -93,6 +111,26 @@ def first_condition(layer: Norm) -> str:
         f"{type(layer).__name__} takes no label, branch or style; call it with x alone, or use a conditional or "
         "separated normalizer"
     )
+
+
+def plain_condition(layer: Norm, condition: Any, x: Tensor) -> tuple[Any, int | None] | None:
+    """Label and branch, where the layer takes one of them and was given it in the form the engine takes; else None.
+
+    What :func:`conditions` would find, without its checks of every other form: layers are called often.
+    """
+    if len(layer.wants) != 1:
+        return None
+    (name,) = layer.wants
+    if condition is None:
+        condition = getattr(current(layer), name)
+    if name == "branch" and isinstance(condition, str):
+        assert layer.branches is not None
+        return (None, layer.branches.index(condition)) if condition in layer.branches else None
+    if name != "label" or not isinstance(condition, Tensor) or condition.dtype != torch.int64:
+        return None
+    # On a GPU the range is not looked at, which would wait for it.
+    ready = condition.is_cuda and condition.device == x.device and condition.shape == x.shape[:1]
+    return (condition, None) if ready else None
 
 
 def conditions(layer: Norm, given: dict[str, Any], x: Tensor) -> tuple[Any, int | Tensor | None, Any]:

@@ -32,10 +32,12 @@ class BatchNorm(Norm):
         dtype: torch.dtype | None = None,
         *,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features, batch, affine, eps=eps, momentum=momentum, track_running_stats=track_running_stats,
             ghost=ghost, device=device, dtype=dtype,
+            act=act,
         )  # fmt: skip
 
 
@@ -55,10 +57,14 @@ class InstanceNorm(Norm):
         track_running_stats: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
     ) -> None:
         # Tracked instance statistics are ghost batches of one sample.
         pool = Pool("channel", True, ghost=1) if track_running_stats else instance
-        super().__init__(num_features, pool, affine, eps=eps, momentum=momentum, device=device, dtype=dtype)
+        super().__init__(
+            num_features, pool, affine, eps=eps, momentum=momentum, device=device, dtype=dtype, act=act
+        )
 
 
 class LayerNorm(Norm):
@@ -67,8 +73,10 @@ class LayerNorm(Norm):
     def __init__(
         self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(num_features, layer, affine, eps=eps, device=device, dtype=dtype)
+        super().__init__(num_features, layer, affine, eps=eps, device=device, dtype=dtype, act=act)
 
 
 class GroupNorm(Norm):
@@ -77,8 +85,12 @@ class GroupNorm(Norm):
     def __init__(
         self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(num_channels, group(num_groups), affine, eps=eps, device=device, dtype=dtype)
+        super().__init__(
+            num_channels, group(num_groups), affine, eps=eps, device=device, dtype=dtype, act=act
+        )
 
 
 class PositionalNorm(Norm):
@@ -87,8 +99,10 @@ class PositionalNorm(Norm):
     def __init__(
         self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(num_features, Positional(), affine, eps=eps, device=device, dtype=dtype)
+        super().__init__(num_features, Positional(), affine, eps=eps, device=device, dtype=dtype, act=act)
 
 
 class BatchGroupNorm(Norm):
@@ -109,10 +123,11 @@ class BatchGroupNorm(Norm):
         dtype: torch.dtype | None = None,
         *,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features, batch_group(num_groups, ghost), affine, eps=eps, momentum=momentum,
-            track_running_stats=track_running_stats, device=device, dtype=dtype,
+            track_running_stats=track_running_stats, device=device, dtype=dtype, act=act,
         )  # fmt: skip
 
 
@@ -136,11 +151,12 @@ class GhostBatchGroupNorm(Norm):
         dtype: torch.dtype | None = None,
         *,
         example_weight: float = 0.0,
+        act: str | None = None,
     ) -> None:
         statistics = Single(Pool("group", True, num_groups, ghost), example_weight, total=True)
         super().__init__(
             num_features, statistics, affine, eps=eps, momentum=momentum, track_running_stats=track_running_stats,
-            device=device, dtype=dtype,
+            device=device, dtype=dtype, act=act,
         )  # fmt: skip
 
 
@@ -173,6 +189,7 @@ class SwitchNorm(Norm):
         groups: int = 1,
         moving_average: bool = True,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         statistics = Mixture.of(
             self._pools if pools is None else pools,
@@ -183,6 +200,7 @@ class SwitchNorm(Norm):
         super().__init__(
             num_features, statistics, affine, eps=eps, momentum=momentum, track_running_stats=track_running_stats,
             ghost=ghost, device=device, dtype=dtype,
+            act=act,
         )  # fmt: skip
         self.last_gamma = last_gamma
         if last_gamma:
@@ -256,10 +274,12 @@ class ConditionalBatchNorm(Norm):
         *,
         init_std: float = 0.0,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features, batch, "class", num_classes=num_classes, eps=eps, momentum=momentum,
             track_running_stats=track_running_stats, init_std=init_std, ghost=ghost, device=device, dtype=dtype,
+            act=act,
         )  # fmt: skip
 
 
@@ -278,10 +298,12 @@ class SandwichBatchNorm(Norm):
         *,
         init_std: float = 0.0,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features, batch, "sandwich_class", num_classes=num_classes, eps=eps, momentum=momentum,
             track_running_stats=track_running_stats, init_std=init_std, ghost=ghost, device=device, dtype=dtype,
+            act=act,
         )  # fmt: skip
 
 
@@ -304,11 +326,13 @@ class AuxiliaryBatchNorm(Norm):
         *,
         shared_affine: bool = False,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         kind = "none" if not affine else "shared" if shared_affine else "branch"
         super().__init__(
             num_features, batch, kind, branches=branches, eps=eps, momentum=momentum,
             track_running_stats=track_running_stats, ghost=ghost, device=device, dtype=dtype,
+            act=act,
         )  # fmt: skip
 
 
@@ -327,10 +351,12 @@ class SandwichAuxiliaryBatchNorm(Norm):
         *,
         init_std: float = 0.0,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features, batch, "sandwich_branch", branches=branches, eps=eps, momentum=momentum,
             track_running_stats=track_running_stats, init_std=init_std, ghost=ghost, device=device, dtype=dtype,
+            act=act,
         )  # fmt: skip
 
 
@@ -340,10 +366,11 @@ class ConditionalInstanceNorm(Norm):
     def __init__(
         self, num_features: int, num_classes: int, eps: float = 1e-5, device: Any = None,
         dtype: torch.dtype | None = None, *, init_std: float = 0.0,
+        act: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_features, instance, "class", num_classes=num_classes, eps=eps, init_std=init_std, device=device,
-            dtype=dtype,
+            dtype=dtype, act=act,
         )  # fmt: skip
 
 
@@ -351,18 +378,32 @@ class AdaptiveInstanceNorm(Norm):
     """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``."""
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
     ) -> None:
-        super().__init__(num_features, instance, "style", eps=eps, device=device, dtype=dtype)
+        super().__init__(num_features, instance, "style", eps=eps, device=device, dtype=dtype, act=act)
 
 
 class SandwichAdaptiveInstanceNorm(Norm):
     """Adaptive instance norm with a shared affine map before the style's. ``layer(content, style)``."""
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
     ) -> None:
-        super().__init__(num_features, instance, "sandwich_style", eps=eps, device=device, dtype=dtype)
+        super().__init__(
+            num_features, instance, "sandwich_style", eps=eps, device=device, dtype=dtype, act=act
+        )
 
 
 class InstanceLevelMetaNorm(Norm):
@@ -383,10 +424,11 @@ class InstanceLevelMetaNorm(Norm):
         *,
         key_size: int = 16,
         style: bool = False,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features, parse_statistics(statistics), "style_predicted" if style else "predicted", eps=eps,
-            key_size=key_size, device=device, dtype=dtype,
+            key_size=key_size, device=device, dtype=dtype, act=act,
         )  # fmt: skip
 
 
@@ -405,10 +447,11 @@ class ModeNorm(Norm):
         dtype: torch.dtype | None = None,
         *,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features, Modes(num_modes, ghost), affine, eps=eps, momentum=momentum,
-            track_running_stats=track_running_stats, device=device, dtype=dtype,
+            track_running_stats=track_running_stats, device=device, dtype=dtype, act=act,
         )  # fmt: skip
 
 
@@ -434,10 +477,11 @@ class BatchRenorm(Norm):
         r_steps: int = 40000,
         d_steps: int = 25000,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features, Renorm(r_max, d_max, warmup, r_steps, d_steps, ghost), affine, eps=eps, momentum=momentum,
-            device=device, dtype=dtype,
+            device=device, dtype=dtype, act=act,
         )  # fmt: skip
 
 
@@ -462,6 +506,7 @@ class KalmanNorm(Norm):
         dtype: torch.dtype | None = None,
         *,
         ghost: int | None = None,
+        act: str | None = None,
     ) -> None:
         super().__init__(
             num_features,
@@ -472,6 +517,7 @@ class KalmanNorm(Norm):
             ghost=ghost,
             device=device,
             dtype=dtype,
+            act=act,
         )
         self.posterior = None
 
@@ -488,7 +534,7 @@ class KalmanNorm(Norm):
             raise ValueError(
                 f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}"
             )
-        return self._run(x, None, 0, None, tuple(prior) if self._uses_batch() else ())
+        return self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ())
 
     def _observe(self, seen: Any, segments: Any, x: Tensor) -> None:
         pooled = seen[0]

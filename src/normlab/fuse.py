@@ -1,0 +1,155 @@
+"""Norm, residual add and activation in one pass: a model's graph rewritten where that is safe.
+
+Convolutional networks spend as much time on the passes over additions and activations as on those of the norm layers
+between them. The kernels do all three in the norm's own pass (``act`` and ``residual`` of a layer); this finds where.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from copy import copy
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn import functional as F
+
+from .activation import LEAK
+from .layers import KalmanNorm, Norm
+from .plain import hooks_of
+from .state import no_update
+
+__all__ = ["fuse"]
+
+_FUNCTIONS: dict[Any, str] = {
+    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", F.relu_: "relu", F.silu: "silu",
+    F.leaky_relu: "leaky_relu", "relu": "relu", "relu_": "relu",
+}  # fmt: skip
+_MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu"}
+_ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Norm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
+    """The same model with activations and residual adds inside its norm layers, as a graph module.
+
+    A norm layer of this library takes over the activation (relu, leaky relu, silu) that is the only reader of its
+    output. With example ``inputs``, which show that shapes are equal, it takes over a residual addition between the
+    two as well. Convert torch's norm layers first, ``normlab.convert(model, "batch")``.
+
+    Parameters and buffers are those of ``model``, under the same names: train the graph module, and ``model`` has the
+    trained values, unfused, to evaluate, fold or save.
+
+    >>> import torch, torchvision, normlab
+    >>> model = normlab.convert(torchvision.models.resnet18(weights=None), "batch")
+    >>> x = torch.randn(2, 3, 32, 32)
+    >>> fused = fuse(model, x)
+    >>> sum(layer.act == "relu" for layer in fused.modules() if isinstance(layer, normlab.Norm))
+    17
+    >>> bool((fused.eval()(x) - model.eval()(x)).abs().max() < 1e-5)
+    True
+    """
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:
+        raise ValueError(
+            f"fuse needs a model that torch.fx can trace, and {type(model).__name__} is not one: {error}; give the "
+            "layers act='relu' where they are made instead"
+        ) from error
+    traced = fx.GraphModule(model, graph)
+    if inputs:
+        with torch.no_grad(), no_update(model):
+            ShapeProp(traced).propagate(*inputs)
+    found = 0
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    for node in list(graph.nodes):
+        if calls[node.target] == 1 and _free(traced.get_submodule(node.target), node):
+            found += _take_over(traced, node, bool(inputs))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no norm layer of normlab that is followed by an activation or, seen with "
+            "example inputs, by an addition of equal shapes; convert its norm layers first, convert(model, 'batch')"
+        )
+    graph.eliminate_dead_code()
+    graph.lint()
+    traced.delete_all_unused_submodules()
+    traced.recompile()
+    return traced.train(model.training)
+
+
+def _free(module: nn.Module, node: fx.Node) -> bool:
+    """A norm layer that does nothing else yet, called with its input alone, whose output has one reader."""
+    return (
+        isinstance(module, Norm)
+        and not isinstance(module, KalmanNorm)
+        and module.act is None
+        and not hooks_of(module)
+        and len(node.args) == 1
+        and not node.kwargs
+        and len(node.users) == 1
+    )
+
+
+def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
+    """Let one norm layer do what follows it. Returns how many nodes it took over."""
+    end, residual, act, leak, taken = node, None, None, LEAK, 0
+    reader = next(iter(node.users))
+    if shapes and reader.op != "output" and (other := _other_summand(reader, node)) is not None:
+        end, residual, taken = reader, other, 1
+        reader = next(iter(end.users)) if len(end.users) == 1 else None
+    if reader is not None and (known := _activation(traced, reader)) is not None:
+        act, leak = known
+        if leak == LEAK:
+            end, taken = reader, taken + 1
+        else:
+            act = None
+    if not taken:
+        return 0
+    name = str(node.target)
+    layer = copy(traced.get_submodule(name))  # parameters and buffers stay the same objects
+    assert isinstance(layer, Norm)
+    layer.act = act
+    layer._ready = {}
+    traced.add_submodule(name, layer)
+    with traced.graph.inserting_before(end):
+        new = traced.graph.call_module(name, node.args, {} if residual is None else {"residual": residual})
+    new.meta = dict(end.meta)
+    end.replace_all_uses_with(new)
+    for old in dict.fromkeys((end, *(u for u in node.users), node)):
+        if not old.users and old is not new:
+            traced.graph.erase_node(old)
+    return taken
+
+
+def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
+    """What is added to ``node``, where that is all ``reader`` does and both have the same shape and type."""
+    if reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
+        return None
+    others = [a for a in reader.args if a is not node]
+    if len(others) != 1 or not isinstance(others[0], fx.Node):
+        return None
+    here, there = (n.meta.get("tensor_meta") for n in (node, others[0]))
+    same = here is not None and there is not None and (here.shape, here.dtype) == (there.shape, there.dtype)
+    return others[0] if same else None
+
+
+def _activation(traced: fx.GraphModule, reader: fx.Node) -> tuple[str, float] | None:
+    """The activation that ``reader`` is, and its slope below zero."""
+    if reader.op == "call_module":
+        module = traced.get_submodule(str(reader.target))
+        name = _MODULES.get(type(module))
+        if name is None or hooks_of(module):
+            return None
+        return name, getattr(module, "negative_slope", LEAK)
+    if reader.op not in ("call_function", "call_method") or reader.target not in _FUNCTIONS:
+        return None
+    name, leak = _FUNCTIONS[reader.target], LEAK
+    if name == "leaky_relu":
+        leak = reader.kwargs.get("negative_slope", reader.args[1] if len(reader.args) > 1 else LEAK)
+    return (name, float(leak)) if isinstance(leak, (int, float)) else None

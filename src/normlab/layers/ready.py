@@ -1,0 +1,159 @@
+"""What a layer knows of calls like earlier ones: the kernels that serve them, sized and compiled.
+
+A call costs the host more than the device on all but large inputs, so whatever depends on shapes and options alone is
+worked out once.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import running
+from ..activation import ACTIVATIONS, LEAK
+from ..engine import Coefficients, Moments, Rule
+from ..fused import (
+    Affine,
+    Given,
+    Kind,
+    Prepared,
+    Static,
+    batch_views,
+    bounds_of,
+    closed_call,
+    run,
+)
+from ..fused import (
+    prepare as _prepared,
+)
+from ..launch import dense, shape_of
+from ..pools import Plan, Pooled, Segments
+from ..rules import Mixture, Renorm, Single, Sources
+from .checks import check_counts
+
+if TYPE_CHECKING:
+    from .base import Norm
+
+__all__ = ["Ready", "prepare"]
+
+
+class Ready:
+    """One way of calling a layer, prepared."""
+
+    def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, update: bool) -> None:
+        rows, segments, made = plans
+        self.rows, self.plans, self.branch, self.update = rows, made, branch, update
+        self.statistics = layer.statistics
+        self.live = layer._uses_batch()
+        self.renorm = layer.statistics if isinstance(layer.statistics, Renorm) and self.live else None
+        self.bounds = (*bounds_of(self.renorm), LEAK)
+        self.cut = hasattr(layer, "run_shape")
+        pools = layer.statistics.pools
+        self.sources = Sources(made, (None,) * len(pools), (True,) * len(pools), None, layer.eps)
+        call = closed_call(self.sources)
+        assert call is not None
+        self.call, self.batch = call, None if call.batch is None else call.order[2]
+        self.segment = segments[self.batch].index if self.batch is not None and self.live else None
+        self.names = None if self.batch is None else layer._buffers_of[self.batch]
+        self.reads_running = self.names is not None and (not self.live or update or self.renorm is not None)
+        number = 1 if self.batch is None else segments[self.batch].number
+        last = dense(x)[1]
+        self.kind = Kind(
+            shape_of(x, rows, last), call.own, 0 if call.sample is None else call.sample.groups,
+            0 if call.batch is None else call.batch.groups, self.live, number if self.live else 1,
+            self.segment is not None, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
+            self.renorm is not None, update, False, 0, 0, False,
+        )  # fmt: skip
+        self._kinds: dict[Any, Prepared] = {}
+
+    def __call__(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Tensor:
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None)
+        prepared = self._kinds.get(key)
+        if prepared is None:
+            shared, second, act, beside = key
+            prepared = self._kinds[key] = _prepared(
+                self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
+            )
+        mean = var = batches = None
+        if self.reads_running:
+            assert self.names is not None
+            buffers = layer._buffers
+            mean, var, batches = (
+                buffers[self.names[0]],
+                buffers[self.names[1]],
+                buffers["num_batches_tracked"],
+            )
+            assert mean is not None and var is not None and batches is not None
+            if self.renorm is not None:  # for a forward pass that is run again in backward
+                one = layer.branches is None
+                kept = (t if one else t[self.branch] for t in (mean, var, batches))
+                at_mean, at_var, count = (running.snapshot(t) for t in kept)
+                layer._read = ([(at_mean.unsqueeze(0), at_var.unsqueeze(0))], count)
+        share = layer.momentum if self.update else None
+        numbers = (0.0 if share is None else share, layer.eps, *self.bounds)
+        given = Given(self.segment, mean, var, batches, numbers, self.branch)
+        logits: tuple[Any, ...] = ()
+        if self.kind.logits > 1:
+            logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
+        return run(dense(x)[0], prepared, given, self.rule, self.rows, affine, logits, residual)
+
+    def rule(self, static: Static, work: Tensor, given: Given) -> Rule:
+        """The rule as it was in a forward pass, to differentiate it again."""
+        eps = given.numbers[1]
+        if self.renorm is not None:
+            return _Corrected(self.plans[0], work, static, eps)
+        found: list[Any] = [None] * len(self.plans)
+        live = [True] * len(self.plans)
+        if self.batch is not None and not self.live:
+            mean, var, _ = batch_views(static, work)
+            spread = Plan(self.plans[self.batch].pool, self.rows, Segments())
+            found[self.batch] = tuple(spread.expand(t.unsqueeze(0)) for t in (mean, var))
+            live[self.batch] = False
+        sources = self.sources._replace(running=tuple(found), live=tuple(live), eps=eps)
+        return self.statistics.rule(sources)
+
+
+class _Corrected:
+    """Batch renorm with the correction that a forward pass made."""
+
+    def __init__(self, plan: Plan, work: Tensor, static: Static, eps: float) -> None:
+        self.plan, self.eps = plan, eps
+        width = static.shape.width
+        both = work[-static.kind.segments - 2 * width : -static.kind.segments].reshape(2, 1, width)
+        self.ratio, self.move = both
+
+    def __call__(self, moments: Moments) -> tuple[Coefficients, list[Pooled | None]]:
+        pooled = self.plan.statistics(moments)
+        scale = torch.rsqrt(self.plan.expand(pooled.var) + self.eps)
+        return Coefficients(self.plan.expand(pooled.mean), scale * self.ratio, self.move), [pooled]
+
+
+def prepare(layer: Norm, x: Tensor, branch: int) -> Ready | None:
+    """What serves calls of ``layer`` like this one; None where whole kernels do not have all that it asks for."""
+    statistics, live = layer.statistics, layer._uses_batch()
+    simple = isinstance(statistics, Renorm) or (
+        isinstance(statistics, Single) and (live or not statistics.example_weight)
+    )
+    mixture = isinstance(statistics, Mixture) and statistics.weighting == "softmax" and statistics.groups == 1
+    if not (simple or mixture) or layer._predictor or layer.process_group is not None:
+        return None
+    spatial = prod(x.shape[2:])
+    plans = layer._plans(x, spatial, branch, live)
+    rows, segments, made = plans
+    pools = len(made)
+    if rows.cuts or closed_call(Sources(made, (None,) * pools, (True,) * pools, None, layer.eps)) is None:
+        return None
+    if isinstance(statistics, Renorm) and (
+        segments[0].index is not None or (live and not layer.track_running_stats)
+    ):
+        return None
+    if live:
+        check_counts(layer, x, spatial, segments)
+    moves = live and layer.track_running_stats and layer.policy.update
+    update = layer._update_in_kernel(segments) if moves else None
+    if moves and update is None:
+        return None
+    return Ready(layer, x, branch, plans, update is not None)

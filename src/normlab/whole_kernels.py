@@ -1,0 +1,351 @@
+"""The closed family, one kernel a direction: passes over ``x`` and what stands between them.
+
+A launch runs the passes FIRST to STOP - 1. Large inputs take a launch a pass, each with as many programs as it likes.
+Small ones, whose time is the host's, take one launch: as many programs as fit the device at once, which wait for each
+other between passes (MEET). What the passes share lies in one buffer, ``work``, kept for backward:
+
+    coefficients [3, rows], moments [2, rows], sample pool [2, cells], batch pool [2, cells], renorm [2, R], members
+
+and in a second one, ``back``: row sums [2, rows], coefficients [4, rows], sums over the pools [2, cells] each, and each
+block's share of the mixture weights' gradient.
+"""
+
+# Triton's annotations describe its compiler, not Python: names bound under constexpr branches, static_range, constants.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels import (
+    apply_last,
+    apply_rows,
+    gradient_last,
+    gradient_rows,
+    join_moments,
+    join_sums,
+    moments_last,
+    moments_rows,
+    sums_last,
+    sums_rows,
+)
+from .pool_kernels import coefficients, coefficients_backward, pool_backward, pool_forward
+
+
+@triton.jit
+def _meet(counter):
+    """Wait for every program. ``counter`` (int64) only grows, by the number of programs each time: no one resets it."""
+    tl.debug_barrier()
+    programs = tl.num_programs(0).to(tl.int64)
+    one = programs // programs
+    before = tl.atomic_add(counter, one, sem="acq_rel", scope="gpu")
+    target = (before // programs + 1) * programs
+    now = before + 1
+    while now < target:
+        now = tl.load(counter, volatile=True)
+    tl.atomic_add(counter, one - one, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _split(work, rows, R, sample_cells, batch_cells, READS: tl.constexpr, RENORM: tl.constexpr):
+    """The vectors in ``work``."""
+    stats = work + 3 * rows
+    sample = stats
+    if READS:
+        sample = stats + 2 * rows
+    batch_mean = sample + 2 * sample_cells
+    batch_var = batch_mean + batch_cells
+    renorm = batch_var + batch_cells
+    members = renorm
+    if RENORM:
+        members = renorm + 2 * R
+    return stats, sample, batch_mean, batch_var, renorm, members
+
+
+@triton.jit
+def forward(
+    x, y, residual, work, parted, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits,
+    running_mean, running_var, batches, counter,
+    momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak,
+    N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, batch_programs,
+    per_split, splits, per_split2, splits2,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    SINGLE: tl.constexpr, READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr, UPDATE: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
+    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    """0 moments, 1 moments of split rows together, 2 pools, 3 coefficients, 4 ``y``. Channels last: BQ is positions and
+    BS channels of a tile."""
+    stats, sample, batch_mean, batch_var, renorm, members = _split(
+        work, rows, R, sample_cells, batch_cells, READS, RENORM
+    )
+    images = N * parts
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if FIRST <= 0 and STOP > 0:
+        if LAST:
+            into = stats
+            if splits > 1:
+                into = parted
+            for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
+                moments_last(p, x, into, images, s, C, R, parts, rows, per_split, BQ, BS)
+        else:
+            for p in range(pid, tl.cdiv(rows, BQ), step):
+                moments_rows(p, x, stats, rows, s, BQ, BS, SINGLE)
+        if MEET:
+            _meet(counter)
+    if LAST and FIRST <= 1 and STOP > 1:
+        if splits > 1:
+            for p in range(pid, tl.cdiv(rows, B), step):
+                join_moments(p, parted, stats, rows, s, per_split, splits, B)
+            if MEET:
+                _meet(counter)
+    if (HAS_S or HAS_B) and FIRST <= 2 and STOP > 2:
+        for p in range(pid, sample_programs + batch_programs, step):
+            pool_forward(
+                p, stats, sample, batch_mean, batch_var, segment, renorm, members,
+                running_mean, running_var, batches, momentum, eps, r_max, d_max, warmup, r_steps, d_steps,
+                N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs,
+                HAS_S, HAS_B, LIVE_B, HAS_SEG, WIDE, UPDATE, RENORM, BN, BC, BR,
+            )  # fmt: skip
+        if MEET:
+            _meet(counter)
+    if FIRST <= 3 and STOP > 3:
+        for p in range(pid, tl.cdiv(rows, B), step):
+            coefficients(
+                p, work, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+                weight, bias, weight2, bias2, label, renorm, batches,
+                C, R, rows, parts, sample_cells, sample_groups, batch_groups,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, UPDATE, B,
+            )  # fmt: skip
+        if MEET:
+            _meet(counter)
+    if FIRST <= 4 and STOP > 4:
+        if LAST:
+            for p in range(pid, images * tl.cdiv(C, BS2) * splits2, step):
+                apply_last(
+                    p,
+                    x,
+                    y,
+                    residual,
+                    work,
+                    images,
+                    s,
+                    C,
+                    R,
+                    parts,
+                    rows,
+                    per_split2,
+                    leak,
+                    BQ2,
+                    BS2,
+                    ACT,
+                    RES,
+                )
+        else:
+            for p in range(pid, tl.cdiv(rows, BQ2) * tl.cdiv(s, BS2), step):
+                apply_rows(p, x, y, residual, work, rows, s, leak, BQ2, BS2, ACT, RES)
+
+
+@triton.jit
+def backward(
+    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2, segment, label,
+    mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean_logits, d_var_logits, counter,
+    eps, leak,
+    N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, batch_programs,
+    affine_programs, table_programs, per_split, splits, per_split2, splits2,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    """0 row sums, 1 sums of split rows together, 2 sums over the pools and gradients of affine maps, 3 coefficients and
+    gradients of mixture weights, 4 ``dx``."""
+    stats, sample, batch_mean, batch_var, renorm, members = _split(
+        work, rows, R, sample_cells, batch_cells, READS, RENORM
+    )
+    sums = back
+    coef = back + 2 * rows
+    sample_sums = coef + 4 * rows
+    batch_sums = sample_sums + 2 * sample_cells
+    d_logits = batch_sums + 2 * batch_cells
+    images = N * parts
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if FIRST <= 0 and STOP > 0:
+        if LAST:
+            into = sums
+            if splits > 1:
+                into = parted
+            for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
+                sums_last(
+                    p, dy, x, residual, inner, into, work, images, s, C, R, parts, rows, per_split, leak,
+                    BQ, BS, ACT, RES,
+                )  # fmt: skip
+        else:
+            for p in range(pid, tl.cdiv(rows, BQ), step):
+                sums_rows(p, dy, x, residual, inner, sums, work, rows, s, leak, BQ, BS, ACT, RES)
+        if MEET:
+            _meet(counter)
+    if LAST and FIRST <= 1 and STOP > 1:
+        if splits > 1:
+            for p in range(pid, tl.cdiv(2 * rows, B), step):
+                join_sums(p, parted, sums, rows, splits, B)
+            if MEET:
+                _meet(counter)
+    if FIRST <= 2 and STOP > 2:
+        for p in range(pid, sample_programs + batch_programs + affine_programs + table_programs, step):
+            pool_backward(
+                p, sums, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+                weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums,
+                d_weight, d_bias, d_weight2, d_bias2, d_logits,
+                N, C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
+                sample_programs, batch_programs, affine_programs,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B, WIDE, BN, BC, BR,
+            )  # fmt: skip
+        if MEET:
+            _meet(counter)
+    if FIRST <= 3 and STOP > 3:
+        for p in range(pid, tl.cdiv(rows, B), step):
+            coefficients_backward(
+                p, coef, sums, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+                weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
+                d_logits, d_mean_logits, d_var_logits, affine_programs,
+                C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B, B, BK,
+            )  # fmt: skip
+        if MEET:
+            _meet(counter)
+    if FIRST <= 4 and STOP > 4:
+        # Beside a residual, the gradient before the activation already lies in `inner`.
+        if LAST:
+            for p in range(pid, images * tl.cdiv(C, BS2) * splits2, step):
+                if RES and ACT > 0:
+                    gradient_last(
+                        p,
+                        inner,
+                        x,
+                        dx,
+                        work,
+                        coef,
+                        images,
+                        s,
+                        C,
+                        R,
+                        parts,
+                        rows,
+                        per_split2,
+                        leak,
+                        BQ2,
+                        BS2,
+                        0,
+                    )
+                else:
+                    gradient_last(
+                        p,
+                        dy,
+                        x,
+                        dx,
+                        work,
+                        coef,
+                        images,
+                        s,
+                        C,
+                        R,
+                        parts,
+                        rows,
+                        per_split2,
+                        leak,
+                        BQ2,
+                        BS2,
+                        ACT,
+                    )
+        else:
+            for p in range(pid, tl.cdiv(rows, BQ2) * tl.cdiv(s, BS2), step):
+                if RES and ACT > 0:
+                    gradient_rows(p, inner, x, dx, work, coef, rows, s, leak, BQ2, BS2, 0)
+                else:
+                    gradient_rows(p, dy, x, dx, work, coef, rows, s, leak, BQ2, BS2, ACT)
+
+
+# --- the passes alone, for rules outside the family -------------------------------------------------------------------
+
+
+@triton.jit
+def moments(
+    x, stats, parted, N, C, R, rows, s, parts, per_split, splits,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if JOIN:
+        join_moments(pid, parted, stats, rows, s, per_split, splits, B)
+    elif LAST:
+        into = stats
+        if splits > 1:
+            into = parted
+        moments_last(pid, x, into, N * parts, s, C, R, parts, rows, per_split, BQ, BS)
+    else:
+        moments_rows(pid, x, stats, rows, s, BQ, BS, SINGLE)
+
+
+@triton.jit
+def sums(
+    dy, x, out, coef, parted, N, C, R, rows, s, parts, per_split, splits,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if JOIN:
+        join_sums(pid, parted, out, rows, splits, B)
+    elif LAST:
+        into = out
+        if splits > 1:
+            into = parted
+        sums_last(
+            pid, dy, x, x, x, into, coef, N * parts, s, C, R, parts, rows, per_split, 0.0, BQ, BS, 0, False
+        )
+    else:
+        sums_rows(pid, dy, x, x, x, out, coef, rows, s, 0.0, BQ, BS, 0, False)
+
+
+@triton.jit
+def apply(
+    x, y, coef, N, C, R, rows, s, parts, per_split, LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr
+):
+    pid = tl.program_id(0)
+    if LAST:
+        apply_last(pid, x, y, x, coef, N * parts, s, C, R, parts, rows, per_split, 0.0, BQ, BS, 0, False)
+    else:
+        apply_rows(pid, x, y, x, coef, rows, s, 0.0, BQ, BS, 0, False)
+
+
+@triton.jit
+def gradient(
+    dy,
+    x,
+    dx,
+    coef,
+    N,
+    C,
+    R,
+    rows,
+    s,
+    parts,
+    per_split,
+    LAST: tl.constexpr,
+    BQ: tl.constexpr,
+    BS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if LAST:
+        gradient_last(pid, dy, x, dx, coef, coef, N * parts, s, C, R, parts, rows, per_split, 0.0, BQ, BS, 0)
+    else:
+        gradient_rows(pid, dy, x, dx, coef, coef, rows, s, 0.0, BQ, BS, 0)
