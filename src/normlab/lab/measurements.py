@@ -301,7 +301,8 @@ def _corruptions(subject: Subject, arguments: Arguments) -> dict[str, Any]:
             pictured = not samples and severity == arguments["severities"][len(arguments["severities"]) // 2]
             show = _Shown(subject) if pictured else None
             row.append(subject.accuracy(_corrupted(corruptions.corrupt, name, severity, draw), show=show))
-            samples = show.record() if show is not None else samples
+            if show is not None and (samples := show.record()):
+                samples["samples"]["title"] = f"{corruptions.label(name)}, severity {severity}"
         found[name] = row
     errors = {name: [100 - a for a in row] for name, row in found.items()}
     scalars: dict[str, float] = {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .view import Comparison, ComparisonRow
 
 if TYPE_CHECKING:
-    from ..study import Results
+    from ..results import Results
 
 __all__ = ["Comparison", "ComparisonRow", "write_report"]
 

@@ -38,8 +38,21 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 __all__ = [
-    "Line", "colour_bar", "comparison", "course", "curve", "glance", "grid_line", "grid_map", "heat_map", "importance",
-    "importance_course", "lines", "overview", "swatch",
+    "Line",
+    "again",
+    "colour_bar",
+    "comparison",
+    "course",
+    "curve",
+    "glance",
+    "grid_line",
+    "grid_map",
+    "heat_map",
+    "importance",
+    "importance_course",
+    "lines",
+    "overview",
+    "swatch",
 ]  # fmt: skip
 
 WIDTH = 345  # pixels of a panel: a phone's page at full size, three columns of a desk's
@@ -97,7 +110,8 @@ def svg(figure: Figure, alt: str) -> str:
         )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    # Inside a page a style element would hold for the whole page; the page's own sheet has its one rule.
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     assert size
     w, h = (round(float(v)) for v in size.groups())
@@ -184,6 +198,7 @@ def lines(
             axes.fill_between(line.x, low, high, color=colour(line.look), alpha=0.16, lw=0)
     axes.set_xlabel(x_label)
     axes.set_title(y_label, loc="left", fontsize=10, color=MUTED, pad=8)
+    axes.locator_params(axis="x", nbins=6)
     if limits:
         axes.set_ylim(*limits)
     if log:
@@ -338,7 +353,8 @@ def course_limits(found: Sequence[Course], quantity: str) -> tuple[float, float]
         return 0.0, 1.0
     low, high = values[0], values[-1]
     if quantity == "loss":
-        low, high = 0.0, values[min(len(values) - 1, int(0.98 * len(values)))]
+        usual = values[int(0.98 * (len(values) - 1))]
+        low, high = 0.0, high if high <= 4 * usual else usual
     margin = 0.05 * ((high - low) or 1.0)
     return (low if quantity == "loss" else low - margin), high + margin
 
@@ -349,9 +365,9 @@ def course_limits(found: Sequence[Course], quantity: str) -> tuple[float, float]
 @wrapped
 def glance(columns: Sequence[Column], configs: Sequence[Config]) -> str:
     """Every measurement a row, every configuration a mark with its standard error."""
-    labels = ["\n".join(textwrap.wrap(c.title, 52)) for c in columns]
+    labels = ["\n".join(textwrap.wrap(c.title, 60)) for c in columns]
     heights = [26 + 9 * len(configs) + 12 * label.count("\n") for label in labels]
-    figure = new(sum(heights) + 44, 520)
+    figure = new(sum(heights) + 44, 400)
     axes = place(figure, 10, 36, 14, 8)
     total = sum(heights)
     axes.set_ylim(total, 0)
@@ -540,7 +556,7 @@ def comparison(found: Comparison) -> str:
     names = ["\n".join(textwrap.wrap(f"{r.label}, {r.column}", 26)) for r in rows]
     left = 12 + 5.7 * max(len(line) for name in names for line in name.split("\n"))
     heights = [18 + 12 * name.count("\n") for name in names]
-    figure = new(sum(heights) + 66, 520)
+    figure = new(sum(heights) + 66, 400)
     axes = place(figure, left, 38, 14, 28)
     top, middles = 0.0, []
     for r, height in zip(rows, heights, strict=True):
@@ -559,7 +575,7 @@ def comparison(found: Comparison) -> str:
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("accuracy (%)" if found.unit == "%" else found.unit)
-    for x, name, index in ((0.0, "\N{WHITE DIAMOND} paper", 1), (0.16, "\N{BLACK CIRCLE} ours", 2)):
+    for x, name, index in ((0.0, "\N{WHITE DIAMOND} paper", 1), (0.24, "\N{BLACK CIRCLE} ours", 2)):
         axes.text(x, 1.02, name, transform=axes.transAxes, color=COLOURS[index].light, va="bottom")
     return svg(figure, f"{found.title}: the paper's figures and ours")
 
@@ -578,3 +594,8 @@ def swatch(look: Look, *, line: bool = True) -> str:
         axes.plot([0.02, 0.98], [0, 0], color=colour(look), ls=dash(look), lw=1.8)
     axes.plot([0.5], [0], marker=marker(look), color=colour(look), ms=8, mec=PAPER, mew=0.6)
     return svg(figure, "").replace('role="img" aria-label=""', 'aria-hidden="true"')
+
+
+def again(drawing: str, salt: object) -> str:
+    """The same drawing for a second place on the page, with ids of its own."""
+    return unique_ids(drawing, str(salt))

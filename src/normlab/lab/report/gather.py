@@ -30,16 +30,14 @@ from .view import (
 )
 
 if TYPE_CHECKING:
-    from ..study import Results, Run
+    from ..results import Results, Run
 
 __all__ = ["gather"]
 
 FIRST = ("norm", "model", "data")  # settings that name a configuration before any other does
 LOWER_IS_BETTER = ("uce", "mce", "ce", "error", "loss", "capv")
-# A parameter inside a measurement's name: measurements that differ in one number are points of one curve.
-PARAMETER = re.compile(
-    r"\b(eps|epsilon|std|sigma|severity|steps|band|lam)=([0-9.]+(?:e-?\d+)?(?:/\d+)?)(?![\w.])"
-)
+# Measurements that differ in one of these numbers only are points of one curve.
+SIZES = {"eps": ("epsilon", "epsilon"), "std": ("standard deviation of the noise", "noise")}
 KINDS = (("eps", "epsilon"), ("noise", "noise"), ("std", "noise"), ("sigma", "noise"), ("severity", "severity"),
          ("band", "bandwidth"), ("frequen", "bandwidth"))  # fmt: skip
 QUANTITIES = (("train loss", ("train_loss", "loss")), ("test loss", ("test_loss",)),
@@ -146,31 +144,40 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def collect(configs: Sequence[Config], key: str) -> dict[str, dict[str, list[Any]]]:
-    """measurement -> label -> the value of ``key`` in each run that has it, in the order of first appearance."""
-    found: dict[str, dict[str, list[Any]]] = {}
+def collect(configs: Sequence[Config], key: str) -> dict[str, dict[str, list[Mapping[str, Any]]]]:
+    """measurement -> label -> the record of each run that has ``key``, in the order of first appearance."""
+    found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for config in configs:
         for run in records(config):
             for record in run:
                 if record.get(key) is not None:
-                    title = str(record.get("measurement", key))
-                    found.setdefault(title, {}).setdefault(config.label, []).append(record[key])
+                    found.setdefault(record["measurement"], {}).setdefault(config.label, []).append(record)
     return found
 
 
+def title_of(name: str, by: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The title in words, where it says the same of all: on other data the same name may stand for other numbers."""
+    titles = {str(r.get("title", name)) for found in by.values() for r in found}
+    return titles.pop() if len(titles) == 1 else name
+
+
 def scalar_columns(configs: Sequence[Config]) -> list[Column]:
-    columns = [
-        Column(title, "%", True, {label: cell([float(v) for v in values]) for label, values in by.items()})
-        for title, by in collect(configs, "accuracy").items()
-    ]
-    for title, by in collect(configs, "scalars").items():
-        names = dict.fromkeys(name for values in by.values() for v in values for name in v)
-        for name in names:
+    columns = []
+    for name, by in collect(configs, "accuracy").items():
+        first = next(iter(by.values()))[0]
+        what = ", mean of the curve" if "curve" in first else ", mean of the map" if "grid" in first else ""
+        cells = {label: cell([float(r["accuracy"]) for r in found]) for label, found in by.items()}
+        kind, arguments = str(first.get("kind", "")), dict(first.get("arguments") or {})
+        columns.append(Column(title_of(name, by) + what, "%", True, cells, name, kind, arguments, bool(what)))
+        scalars = {label: [r.get("scalars") or {} for r in found] for label, found in by.items()}
+        for scalar in dict.fromkeys(k for found in scalars.values() for s in found for k in s):
             cells = {
-                label: cell([float(v[name]) for v in values if name in v]) for label, values in by.items()
+                k: cell([float(s[scalar]) for s in found])
+                for k, found in scalars.items()
+                if all(scalar in s for s in found)
             }
-            full = name if title in name else f"{title} {name}"
-            columns.append(Column(full, "", not lower(name), {k: c for k, c in cells.items() if c.n}))
+            known = scalar if all(scalar != c.title for c in columns) else f"{scalar}, {name}"
+            columns.append(Column(known, "", not lower(scalar), cells))
     return columns
 
 
@@ -193,45 +200,37 @@ def series_of(curves: Sequence[Mapping[str, Any]]) -> Series:
 
 def measured_curves(configs: Sequence[Config]) -> list[Curve]:
     curves = []
-    for title, by in collect(configs, "curve").items():
-        first = next(iter(by.values()))[0]
+    for name, by in collect(configs, "curve").items():
+        first = next(iter(by.values()))[0]["curve"]
         x_label, y_label = str(first.get("x_label", "")), str(first.get("y_label", "accuracy (%)"))
-        series = {label: series_of(found) for label, found in by.items()}
-        curves.append(Curve(title, kind_of(f"{x_label} {title}"), x_label, y_label, series))
+        series = {label: series_of([r["curve"] for r in found]) for label, found in by.items()}
+        curves.append(Curve(title_of(name, by), kind_of(f"{x_label} {name}"), x_label, y_label, series))
     return curves
 
 
-def value_of(text: str) -> float:
-    top, _, bottom = text.partition("/")
-    return float(top) / float(bottom or 1)
-
-
 def curves_of_columns(columns: Sequence[Column]) -> list[Curve]:
-    """Measurements whose names differ in one number only are points of a curve, which begins at the clean accuracy."""
-    groups: dict[tuple[str, str], dict[float, Column]] = {}
+    """Measurements that differ in one number only, as points of a curve that begins at the clean accuracy."""
+    groups: dict[tuple[str, str, str], dict[float, Column]] = {}
     for column in columns:
-        for match in PARAMETER.finditer(column.title):
-            start, end = match.span(2)
-            template = f"{column.title[:start]}\N{HORIZONTAL ELLIPSIS}{column.title[end:]}"
-            groups.setdefault((template, match[1]), {})[value_of(match[2])] = column
-    clean = next((c for c in columns if c.title.lower() == "clean"), None)
+        for size in SIZES:
+            if is_number(column.arguments.get(size)):
+                others = {k: v for k, v in column.arguments.items() if k != size}
+                key = (size, column.kind, repr(sorted(others.items())))
+                groups.setdefault(key, {})[float(column.arguments[size])] = column
+    clean = next((c for c in columns if c.kind == "clean" and not c.arguments), None)
     curves = []
-    for (template, name), points in groups.items():
+    for (size, kind, _), points in groups.items():
         if len(points) < 2:
             continue
-        kind = kind_of(name)
-        if clean and kind in ("epsilon", "noise", "severity"):
+        units = next(iter(points.values())).arguments.get("units")
+        if clean:
             points = {0.0: clean, **points}
-        labels = dict.fromkeys(label for c in points.values() for label in c.cells)
         series = {}
-        for label in labels:
+        for label in dict.fromkeys(label for c in points.values() for label in c.cells):
             xs = sorted(x for x, c in points.items() if label in c.cells)
             series[label] = Series(xs, [points[x].cells[label] for x in xs])
-        x_label = {"eps": "epsilon", "std": "standard deviation"}.get(name, name)
-        units = next((u for u in ("standardised", "pixels") if u in template), "")
-        curves.append(
-            Curve(template, kind, f"{x_label} ({units})" if units else x_label, "accuracy (%)", series)
-        )
+        x_label = f"{SIZES[size][0]} ({units})" if units else SIZES[size][0]
+        curves.append(Curve(f"{kind} against {size}", SIZES[size][1], x_label, "accuracy (%)", series))
     return curves
 
 
@@ -267,9 +266,7 @@ def merged_corruptions(configs: Sequence[Config]) -> dict[str, list[dict[str, li
 def severity_curves(configs: Sequence[Config]) -> list[Curve]:
     found = merged_corruptions(configs)
     clean = {
-        config.label: [
-            r["accuracy"] for run in records(config) for r in run if r.get("measurement") == "clean"
-        ]
+        config.label: [r["accuracy"] for run in records(config) for r in run if r["measurement"] == "clean"]
         for config in configs
     }
     series = {}
@@ -291,14 +288,10 @@ def severity_curves(configs: Sequence[Config]) -> list[Curve]:
 
 def heat_maps(configs: Sequence[Config]) -> list[HeatMap]:
     maps = []
-    for title, by in collect(configs, "grid").items():
-        first = next(iter(by.values()))[0]
-        named = first if isinstance(first, Mapping) else {}
-        grids = {
-            label: mean_grid([g["values"] if isinstance(g, Mapping) else g for g in found])
-            for label, found in by.items()
-        }
-        maps.append(HeatMap(title, str(named.get("x_label", "")), str(named.get("y_label", "")), grids))
+    for name, by in collect(configs, "grid").items():
+        first = next(iter(by.values()))[0]["grid"]
+        grids = {label: mean_grid([r["grid"]["values"] for r in found]) for label, found in by.items()}
+        maps.append(HeatMap(title_of(name, by), first.get("x_label", ""), first.get("y_label", ""), grids))
     return maps
 
 
@@ -308,16 +301,17 @@ def mean_grid(grids: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
 
 def samples(configs: Sequence[Config]) -> list[Samples]:
     shown = []
-    for title, by in collect(configs, "samples").items():
-        first = next(iter(by.values()))[0]
+    for name, by in collect(configs, "samples").items():
+        first = next(iter(by.values()))[0]["samples"]
         after = {}
         for label, found in by.items():
-            s = found[0]
+            s = found[0]["samples"]
             pictures = png(s["after"], s["shape"])
             after[label] = list(
                 zip(pictures, map(str, s["before_class"]), map(str, s["after_class"]), strict=True)
             )
         before = png(first["before"], first["shape"])
+        title = str(first.get("title") or title_of(name, by))
         shown.append(Samples(title, before, [str(c) for c in first["label"]], after))
     return shown
 

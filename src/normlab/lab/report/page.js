@@ -4,7 +4,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   const hint = document.createElement("span");
   hint.className = "hint";
   hint.textContent = "; a click on a heading sorts";
-  table.caption?.append(hint);
+  table.caption?.firstElementChild.append(hint);
   heads.forEach((head, column) => {
     const button = document.createElement("button");
     button.type = "button";

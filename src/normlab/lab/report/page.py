@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..._text import words
 from . import figures as draw
 from .gather import gather, number, words_of
 from .palette import COLOURS
@@ -17,14 +21,25 @@ from .view import Cell, Comparison, ComparisonRow, Config, Curve, View
 from .words import decimals, reading, show, signed
 
 if TYPE_CHECKING:
-    from ..study import Results
+    from ..results import Results
 
 __all__ = ["render"]
 
 HERE = Path(__file__).parent
+HEAVY = 400_000  # bytes of a drawing from which its picture in pixels is taken, where there is one beside it
 LIMIT = 24  # configurations whose own curves and samples are shown; a grid of hundreds would make a page nobody opens
-SECTIONS = (("robustness", "Attacks, noise and corruptions", ("epsilon", "noise", "severity")),
-            ("frequency", "Frequencies", ("bandwidth",)), ("other", "Other curves", ("other",)))  # fmt: skip
+SECTIONS = (
+    ("robustness", ("epsilon", "noise", "severity")),
+    ("frequency", ("bandwidth",)),
+    ("other", ("other",)),
+)
+NAMES = {
+    "epsilon": "attacks",
+    "noise": "noise",
+    "severity": "corruptions",
+    "bandwidth": "frequencies",
+    "other": "other curves",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,8 @@ def render(
     def safe(text: str) -> Markup:  # the drawings escape their own text
         return Markup(text)
 
+    place = count()
+    swatch = cache(lambda look, line: draw.swatch(look, line=line))
     view = gather(results, comparisons)
     configs = {c.label: c for c in view.configs}
     heat_maps = [heat_map_block(m, safe) for m in view.heat_maps]
@@ -73,6 +90,7 @@ def render(
         "heat_maps": heat_maps,
         "grid_lines": grid_line_blocks(view, safe),
         "grid_maps": grid_map_blocks(view, safe),
+        "single_maps": len(view.grid_maps) == len({g.title for g in view.grid_maps}),
         "overviews": overviews(view, configs, safe),
         "courses": course_blocks(view, configs, safe),
         "importance": importance_block(view, safe),
@@ -82,7 +100,7 @@ def render(
         "version": __version__,
         "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "limit": LIMIT,
-        "swatch": lambda look, line=True: safe(draw.swatch(look, line=line)),
+        "swatch": lambda look, line=True: safe(draw.again(swatch(look, line), next(place))),
         "show": show,
         "signed": signed,
         "places": places,
@@ -257,19 +275,23 @@ def duration(seconds: float) -> str:
 
 def glance(view: View, safe: Any) -> str:
     """Only where it says more than the table: several configurations, few enough to tell apart."""
-    columns = [c for c in view.columns if c.unit == "%"]
+    columns = [c for c in view.columns if c.unit == "%" and not c.whole]
     few = 2 <= len(view.configs) <= 10 and 2 <= len(columns) <= 16
     return safe(draw.glance(columns, view.configs)) if few else ""
 
 
 def curve_blocks(view: View, configs: dict[str, Config], safe: Any) -> list[Block]:
     blocks = []
-    for id_, name, kinds in SECTIONS:
+    for id_, kinds in SECTIONS:
         curves = sorted((c for c in view.curves if c.kind in kinds), key=lambda c: kinds.index(c.kind))
         drawings = [(c, safe(draw.curve(c, configs))) for c in curves]
         extra = (id_ == "robustness" and view.corruptions) or (id_ == "frequency" and view.heat_maps)
         if drawings or extra:
-            blocks.append(Block(id_, name, drawings))
+            there = [k for k in kinds if any(c.kind == k for c in curves)]
+            if extra and kinds[-1] not in there:
+                there.append(kinds[-1])
+            name = words([NAMES[k] for k in there])
+            blocks.append(Block(id_, name[0].upper() + name[1:], drawings))
     return blocks
 
 
@@ -355,10 +377,11 @@ def picture(path: Path) -> tuple[str, str]:
     from ..errors import LabError
 
     kinds = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
-    if path.suffix.lower() not in kinds:
+    if path.suffix.lower() not in kinds or not path.is_file():
         raise LabError(
-            f"{path} is no picture that a page can hold; expected a name that ends in {', '.join(kinds)}."
+            f"{path} is no picture that a page can hold; expected a file that ends in {', '.join(kinds)}."
         )
-    return path.stem.replace(
-        "_", " "
-    ), f"data:{kinds[path.suffix.lower()]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    if path.stat().st_size > HEAVY and path.with_suffix(".png").is_file():
+        path = path.with_suffix(".png")
+    data = base64.b64encode(path.read_bytes()).decode()
+    return re.sub(r"[-_]+", " ", path.stem), f"data:{kinds[path.suffix.lower()]};base64,{data}"

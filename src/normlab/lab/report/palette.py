@@ -10,21 +10,21 @@ __all__ = ["COLOURS", "DASHES", "MARKERS", "POOLS", "Colour", "look_of_norms"]
 
 
 class Colour(NamedTuple):
-    light: str  # on white: at least 3:1
-    dark: str  # on near-black: at least 3:1
+    light: str  # on white: at least 4.5:1, for text
+    dark: str  # on near-black: the same
 
 
 # Hues that keep apart under the common kinds of colour blindness (after Okabe and Ito, and Tol), deepened for white
 # paper and lightened for the dark page. Markers differ as well, so that nothing hangs on colour alone.
 COLOURS = (
     Colour("#5f6670", "#a9b0bb"),  # grey
-    Colour("#cc4e00", "#ff8f4a"),  # vermilion
+    Colour("#c44900", "#ff8f4a"),  # vermilion
     Colour("#0068a8", "#62b5f2"),  # blue
     Colour("#00805a", "#35c79c"),  # green
     Colour("#b03a84", "#ec9bcb"),  # purple
     Colour("#946a00", "#efc04a"),  # ochre
     Colour("#3f2f99", "#a79cf5"),  # indigo
-    Colour("#1a8594", "#56cfe0"),  # teal
+    Colour("#127a89", "#56cfe0"),  # teal
     Colour("#8c1d3c", "#f0809c"),  # wine
     Colour("#5c6b00", "#b9cc4e"),  # olive
 )

@@ -13,7 +13,7 @@ from .words import decimals, reading, show
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..study import Results
+    from ..results import Results
 
 __all__ = ["csv", "markdown", "sentences", "table"]
 
@@ -31,15 +31,25 @@ def table(results: Results | None, width: int = 80) -> Table:
     from rich.text import Text
 
     view = gather(results)
-    shown = Table(box=box.SIMPLE_HEAD, caption=legend(view), caption_justify="left", pad_edge=False)
-    names = max((len(c.label) for c in view.configs), default=0)
-    wide = names + sum(max(14, len(heading(c)) // 2 + 3) for c in view.columns) + 4 <= width
-    turned = not wide and len(view.configs) < len(view.columns)
+    shown = Table(
+        box=box.SIMPLE_HEAD,
+        caption=legend(view),
+        caption_justify="left",
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    upright = (
+        [len(c.label) for c in view.configs] + [13],
+        [max(11, len(heading(c)) // 2 + 2) for c in view.columns],
+    )
+    turned = max(upright[0]) + sum(w + 1 for w in upright[1]) + 3 > width and len(view.configs) < len(
+        view.columns
+    )
     rows = [heading(c) for c in view.columns] if turned else [c.label for c in view.configs]
     columns = [c.label for c in view.configs] if turned else [heading(c) for c in view.columns]
-    shown.add_column("measurement" if turned else "configuration", overflow="fold", min_width=12)
+    shown.add_column("measurement" if turned else "configuration", overflow="fold")
     for name in columns:
-        shown.add_column(Text(name), justify="right", no_wrap=False, min_width=13, overflow="fold")
+        shown.add_column(Text(name), justify="right", overflow="fold")
     if not turned:
         shown.add_column("n", justify="right")
     for i, name in enumerate(rows):
@@ -55,11 +65,11 @@ def table(results: Results | None, width: int = 80) -> Table:
                 if config.label in column.near
                 else ""
             )
-            cells.append(Text(entry(column, config.label), style=style, no_wrap=True))
+            cells.append(Text(entry(column, config.label).replace(" ", ""), style=style))
         last = [] if turned else [str(len(view.configs[i].runs))]
         shown.add_row(Text(name), *cells, *last)  # Text: brackets in a label are no markup
     if turned:
-        shown.add_row("n", *(Text(f"{len(c.runs)}  ") for c in view.configs), style="dim")
+        shown.add_row("n", *(str(len(c.runs)) for c in view.configs), style="dim")
     return shown
 
 

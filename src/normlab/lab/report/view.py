@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ..study import Run
+    from ..results import Run
 
 __all__ = [
     "Cell",
@@ -92,10 +92,20 @@ class Config:
 class Column:
     """One measurement for every configuration."""
 
-    title: str
+    title: str  # with every number and its units
     unit: str  # "%" or ""
     higher: bool  # is better
     cells: Mapping[str, Cell]  # by label; a configuration that was not measured is absent
+    short: str = ""  # for sentences; the title where there is none
+    kind: str = ""  # of the measurement, "bim"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = (
+        False  # the mean of a curve or map: in the table, but its figure says more than a sentence could
+    )
+
+    @property
+    def name(self) -> str:
+        return self.short or self.title
 
     @property
     def best(self) -> str | None:

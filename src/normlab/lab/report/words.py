@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from ..._text import words
@@ -47,7 +48,7 @@ def reading(view: View) -> list[str]:
     """A short paragraph: what was compared, who wins what and by how much, and how far that can be trusted."""
     if not view.configs:
         return ["There are no results yet."]
-    compared = [c for c in view.columns if len(c.ranked()) > 1]
+    compared = [c for c in view.columns if len(c.ranked()) > 1 and not c.whole]
     told, left = compared[:TOLD], len(compared[TOLD:])
     return [s for s in (
         extent(view), *leads(told), level(told),
@@ -71,30 +72,33 @@ def leads(columns: Sequence[Column]) -> list[str]:
             continue
         (winner, first), (second_name, second) = column.ranked()[:2]
         points, errors = gap(first, second)
-        places = decimals([first, second])
-        unit, points_ = (" %", " points") if column.unit == "%" else ("", "")
+        places = 2 if abs(points) < 0.05 else 1
+        over = f"{signed(points, places)}{' points' * (column.unit == '%')} against {spoken(second_name)}{size(errors)}"
         unsure = errors is not None and abs(errors) < CLEAR
-        won.setdefault(winner, []).append(
-            f"{column.title} ({show(first, places)}{unit}, {abs(points):.{places}f}{points_} "
-            f"{'above' if points > 0 else 'below'} {second_name}{size(errors)}{', likely but not certain' * unsure})"
-        )
-    return [f"{winner} is best on {words(items)}." for winner, items in won.items()]
+        won.setdefault(winner, []).append(f"{column.name} ({over}{', likely but not certain' * unsure})")
+    repeated = any(c.error is not None for column in columns for c in column.cells.values())
+    verb = "is best on" if repeated else "comes first on"
+    return [capital(f"{spoken(winner)} {verb} {words(items)}.") for winner, items in won.items()]
+
+
+def spoken(label: str) -> str:
+    """ "none is best" would say the opposite of what it means."""
+    return re.sub(r"^none(?=$|,)", "no normalization", label)
+
+
+def capital(sentence: str) -> str:
+    return f"N{sentence[1:]}" if sentence.startswith("no normalization") else sentence
 
 
 def level(columns: Sequence[Column]) -> str:
     """The measurements that nobody wins."""
     items = []
     for column in columns:
-        if ahead(column):
-            continue
-        (first_name, first), (second_name, second) = column.ranked()[:2]
-        places = decimals([first, second])
-        errors = gap(first, second)[1]
-        if first.mean == second.mean:
-            items.append(f"{column.title} ({first_name} and {second_name} level at {show(first, places)})")
-        else:
-            pair = f"{first_name} {show(first, places)}, {second_name} {show(second, places)}"
-            items.append(f"{column.title} ({pair}{size(errors)} apart)")
+        if not ahead(column):
+            (first_name, first), (second_name, second) = column.ranked()[:2]
+            apart = size(gap(first, second)[1])[2:]
+            how = f"{apart} apart" if first.mean != second.mean else "the same mean"
+            items.append(f"{column.name} ({spoken(first_name)} and {spoken(second_name)}, {how})")
     return f"There is no winner on {words(items)}." if items else ""
 
 
@@ -103,7 +107,7 @@ def extent(view: View) -> str:
     kinds = (
         f"{len(view.configs)} configurations"
         if len(view.configs) > 1
-        else f"One configuration ({view.configs[0].label})"
+        else f"One configuration ({spoken(view.configs[0].label)})"
     )
     seeds = view.seeds
     if seeds == [1]:
@@ -123,9 +127,9 @@ def against_none(view: View, columns: Sequence[Column]) -> str:
         if c.unit == "%" and none in c.cells and batch in c.cells:
             points, errors = gap(c.cells[batch], c.cells[none])
             changes.append(
-                f"{signed(points)} on {c.title}{f' ({size(errors)[2:]})' if errors is not None else ''}"
+                f"{signed(points)} on {c.name}{f' ({size(errors)[2:]})' if errors is not None else ''}"
             )
-    return f"From none to batch, points change by {words(changes)}." if changes else ""
+    return f"Batch norm against no normalization, in points: {words(changes)}." if changes else ""
 
 
 def trust(view: View) -> str:

@@ -1,0 +1,655 @@
+"""The page, its tables and its sentences, mostly from results made up here, so that every number can be checked."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from html import escape, unescape
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from normlab.lab.errors import LabError
+from normlab.lab.report import Comparison, ComparisonRow, figures, terminal, write_report
+from normlab.lab.report.gather import gather
+from normlab.lab.report.palette import COLOURS
+from normlab.lab.report.view import Cell, Column, cell, gap
+from normlab.lab.report.words import reading, show
+from normlab.lab.results import Results, Run
+from normlab.lab.settings import Settings
+from normlab.lab.study import Study
+
+# ------------------------------------------------------------------------------------------------ made-up results
+
+LEVEL = {"none": 46.0, "batch": 4.0, "group(4)": 30.0, "batch_group(8)": 12.0, "switchable": 15.0}
+CORRUPTIONS = (
+    "gaussian noise", "shot noise", "impulse noise", "defocus blur", "glass blur", "motion blur", "zoom blur", "snow",
+    "frost", "fog", "brightness", "contrast", "elastic transform", "pixelate", "jpeg compression", "speckle noise",
+    "gaussian blur", "spatter", "saturate",
+)  # fmt: skip
+SIDE = 28
+
+
+def pictures(k: int, seed: int) -> str:
+    return base64.b64encode(random.Random(seed).randbytes(k * SIDE * SIDE)).decode()
+
+
+def attack(eps: float, accuracy: float) -> dict[str, Any]:
+    arguments = {"eps": eps, "units": "standardised", "steps": 20}
+    title = f"bim-linf eps={eps:g} standardised steps=20"
+    return {
+        "measurement": f"bim(eps={eps:g})",
+        "title": title,
+        "kind": "bim",
+        "arguments": arguments,
+        "accuracy": accuracy,
+    }
+
+
+def simple_records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+    level = LEVEL.get(settings.norm, 20.0) + rng.gauss(0, 1.0)
+    return [
+        {
+            "measurement": "clean",
+            "title": "clean",
+            "kind": "clean",
+            "arguments": {},
+            "accuracy": 96.9 + rng.gauss(0, 0.2),
+        },
+        attack(0.5, level),
+        attack(0.25, level + 20),
+    ]
+
+
+def rich_records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+    """Everything that a page can draw."""
+    found = simple_records(settings, rng)
+    level = found[1]["accuracy"]
+    std = [0.0, 0.5, 1.0, 2.0]
+    bands = list(range(1, SIDE + 1, 3))
+    heat = [[50 - level / 2 + math.hypot(i - 14, j - 14) for j in range(SIDE)] for i in range(SIDE)]
+    severe = {name: [95 - 6 * s - i + level / 5 for s in range(5)] for i, name in enumerate(CORRUPTIONS)}
+    samples = {"shape": [6, 1, SIDE, SIDE], "before": pictures(6, 0), "after": pictures(6, settings.seed + 1),
+               "label": list("012345"), "before_class": list("012340"), "after_class": list("012888")}  # fmt: skip
+    return [
+        *found,
+        {"measurement": "noise-curve", "title": "noise against std", "kind": "noise-curve", "accuracy": 80.0,
+         "curve": {"x": std, "y": [97 - s * (60 - level) / 2 for s in std], "x_label": "std of the noise"}},
+        {"measurement": "corruptions", "title": "19 corruptions, severity 1 to 5", "kind": "corruptions",
+         "accuracy": statistics.fmean(v for row in severe.values() for v in row),
+         "scalars": {"uCE over 15": 30 - level / 5}, "corruptions": severe},
+        {"measurement": "fourier", "title": "fourier heat map size=8", "kind": "fourier", "accuracy": 50.0,
+         "grid": {"values": heat, "x_label": "horizontal frequency", "y_label": "vertical frequency"}},
+        {"measurement": "low-pass", "title": "low-pass against bandwidth", "kind": "low-pass", "accuracy": 60.0,
+         "curve": {"x": bands, "y": [min(97.0, 10 + 6 * b) for b in bands], "x_label": "bandwidth kept"}},
+        {"measurement": "noise", "title": "noise std=1 standardised", "kind": "noise", "accuracy": 50 + level / 2,
+         "samples": samples},
+    ]  # fmt: skip
+
+
+def weights(share: float) -> dict[str, Any]:
+    layer = {"IN": (share, 0.2), "LN": (0.7 - share, 0.3), "BN": (0.3, 0.5)}
+    return {f"net.{i}": layer for i in (1, 4, 7)}
+
+
+def history_of(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+    lines = []
+    for epoch in range(1, settings.epochs + 1):
+        loss = 2.3 * math.exp(-epoch / 2) + rng.uniform(0, 0.05)
+        line: dict[str, Any] = {"epoch": epoch, "loss": loss, "train_accuracy": 100 - 20 * loss, "lr": 0.02,
+                                "test_loss": loss + 0.1, "accuracy": 97 - 20 * loss, "seconds": 2.0}  # fmt: skip
+        if settings.norm == "switchable":
+            line["importance"] = weights(0.33 + 0.02 * epoch)
+        lines.append(line)
+    return lines
+
+
+def made_up(
+    norms: tuple[str, ...] = tuple(LEVEL),
+    seeds: int = 3,
+    records: Any = simple_records,
+    folder: Path | None = None,
+    **axes: Any,
+) -> Results:
+    """Results of a study that nobody ran."""
+    study = Study(axes={"norm": norms, "seed": range(seeds), **axes}, folder=folder)
+    about = {"n": 1000, "seconds": 1.5, "device": "a made-up device", "versions": {"torch": "2.99"}}
+    runs = []
+    for settings in study.grid():
+        rng = random.Random(settings.name)
+        found = [about | r for r in records(settings, rng)]
+        runs.append(Run(settings, Path(settings.name), history_of(settings, rng), found))
+    return Results(study, runs)
+
+
+def values_of(results: Results, norm: str, measurement: str) -> list[float]:
+    return [
+        r["accuracy"]
+        for run in results.runs
+        if run.settings.norm == norm
+        for r in run.records
+        if r["measurement"] == measurement
+    ]
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("everything")
+    results = made_up(records=rich_records, folder=folder)
+    (folder / "study.toml").write_text(results.study.to_toml())
+    rows = [
+        ComparisonRow("VGG8", c, p, o, 0.6, 3, 0.1)
+        for c, p, o in (("clean", 87.9, 87.4), ("noise", 78.9, 80.5))
+    ]
+    table = Comparison(
+        "Table 2", [*rows, ComparisonRow("VGG8", "unpublished", None, 51.0, None, 1)], "150 epochs."
+    )
+    picture = folder / "figure-2.png"
+    picture.write_bytes(
+        base64.b64decode(
+            "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg=="
+        )
+    )
+    return write_report(results, folder / "report.html", comparisons=[table], figures=[picture])
+
+
+class Page(HTMLParser):
+    """Tables of a page as text, by id or caption; ids; addresses; images."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.scripts = 0
+        self._rows: list[list[str]] | None = None
+        self._cell: list[str] | None = None
+        self._hidden = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        self.ids += [known["id"]] if known.get("id") else []
+        self.addresses += [
+            v for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "action", "data") and v
+        ]
+        self.scripts += tag == "script"
+        if tag == "table":
+            self._rows = self.tables.setdefault(known.get("id") or f"table {len(self.tables)}", [])
+        elif tag == "tr" and self._rows is not None:
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._cell = []
+        elif tag == "span" and (known.get("class") in ("mark", "hidden") or self._hidden):
+            self._hidden += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th") and self._rows is not None and self._cell is not None:
+            self._rows[-1].append(" ".join("".join(self._cell).split()))
+            self._cell = None
+        elif tag == "span" and self._hidden:
+            self._hidden -= 1
+        elif tag == "table":
+            self._rows = None
+
+    def handle_data(self, data: str) -> None:
+        if self._cell is not None and not self._hidden:
+            self._cell.append(data)
+
+
+def sections(page: Path) -> set[str]:
+    return set(re.findall(r'<section id="(\w+)">', page.read_text()))
+
+
+# ------------------------------------------------------------------------------------------------------- numbers
+
+
+def test_cells_and_gaps() -> None:
+    assert cell([1.0, 2.0, 6.0]) == Cell(3.0, statistics.stdev([1, 2, 6]) / math.sqrt(3), 3)
+    assert cell([5.0]) == Cell(5.0, None, 1)
+    assert math.isnan(cell([1.0, math.nan]).mean)  # a run that diverged is not averaged away
+    assert gap(Cell(10, 3.0, 2), Cell(5, 4.0, 2)) == (5, 1.0)
+    assert gap(Cell(10, 3.0, 2), Cell(5, None, 1)) == (5, None)
+    assert gap(Cell(10, 0.0, 2), Cell(5, 0.0, 2)) == (5, math.inf)
+    assert gap(Cell(5, 0.0, 2), Cell(5, 0.0, 2)) == (0, 0.0)
+
+
+def test_winner_and_those_within_one_standard_error_of_it() -> None:
+    cells = {
+        "a": Cell(50, 3.0, 3),
+        "b": Cell(45.1, 4.0, 3),
+        "c": Cell(44.9, 4.0, 3),
+        "d": Cell(math.nan, None, 3),
+    }
+    up = Column("accuracy", "%", True, cells)
+    assert up.best == "a" and up.near == {"b"}  # hypot(3, 4) is 5 points
+    down = Column("error", "", False, cells)
+    assert down.best == "c" and down.near == {"b"}
+    alone = Column("accuracy", "%", True, {"a": Cell(50, None, 1)})
+    assert alone.best is None and alone.near == set()
+    level = Column(
+        "accuracy", "%", True, {"a": Cell(50, None, 1), "b": Cell(50, None, 1), "c": Cell(2, None, 1)}
+    )
+    assert level.best is None and level.near == {"a", "b"}
+    once = Column("accuracy", "%", True, {"a": Cell(50, None, 1), "b": Cell(49.9, None, 1)})
+    assert once.best == "a" and once.near == set()  # without an error nothing is known to be close
+
+
+def test_the_table_of_the_page_has_the_numbers_of_the_runs(everything: Path) -> None:
+    results = made_up(records=rich_records)
+    head, *rows = Page(everything.read_text()).tables["headline"]
+    assert head[0] == "configuration" and head[-1] == "n"
+    titles = ["clean (%)", "bim-linf eps=0.5 standardised steps=20 (%)", "noise std=1 standardised (%)"]
+    assert [row[0] for row in rows] == list(LEVEL) and {len(row) for row in rows} == {len(head)}
+    for row in rows:
+        for title, name in zip(titles, ("clean", "bim(eps=0.5)", "noise"), strict=True):
+            values = values_of(results, row[0], name)
+            mean, error = row[head.index(title)].split(" ± ")
+            assert float(mean) == pytest.approx(statistics.fmean(values), abs=0.051)
+            assert float(error) == pytest.approx(statistics.stdev(values) / math.sqrt(3), abs=0.051)
+        assert row[-1] == "3"
+    text = everything.read_text()
+    assert text.count('<td class="best"') == sum(c.best is not None for c in gather(results).columns) + len(
+        CORRUPTIONS
+    )
+
+
+def test_every_corruption_and_every_point_of_a_curve_is_in_a_table(everything: Path) -> None:
+    tables = Page(everything.read_text()).tables
+    head, *rows = tables["corruptions"]
+    assert [r[0] for r in rows] == list(CORRUPTIONS) and head[1:] == list(LEVEL)
+    results = made_up(records=rich_records)
+    per_seed = [statistics.fmean(r["corruptions"]["snow"]) for run in results.runs if run.settings.norm == "batch"
+                for r in run.records if "corruptions" in r]  # fmt: skip
+    assert rows[CORRUPTIONS.index("snow")][head.index("batch")] == show(cell(per_seed))
+    curve = next(t for t in tables.values() if t[0][0] == "epsilon (standardised)")
+    assert [r[0] for r in curve[1:]] == [
+        "0",
+        "0.25",
+        "0.5",
+    ]  # two measurements, and the clean accuracy at zero
+    assert curve[1][1] == show(cell(values_of(results, "none", "clean")))
+    assert curve[3][2] == show(cell(values_of(results, "batch", "bim(eps=0.5)")))
+
+
+def test_tables_in_other_forms_have_the_same_numbers() -> None:
+    results = made_up(("none", "batch"))
+    lines = list(csv.DictReader(io.StringIO(terminal.csv(results))))
+    assert [(r["norm"], r["measurement"]) for r in lines][:2] == [
+        ("none", "clean"),
+        ("none", "bim-linf eps=0.5 standardised steps=20"),
+    ]
+    for line in lines[:1]:
+        values = values_of(results, "none", "clean")
+        assert float(line["mean"]) == statistics.fmean(values)
+        assert float(line["standard_error"]) == statistics.stdev(values) / math.sqrt(3) and line["n"] == "3"
+    rows = [r.strip("| ").split(" | ") for r in terminal.markdown(results).splitlines() if r.startswith("|")]
+    assert (
+        rows[2][2] == f"**{show(cell(values_of(results, 'none', 'bim(eps=0.5)')))}**"
+        and len({len(r) for r in rows}) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("norms", "records"), [(tuple(LEVEL), rich_records), (("none", "batch"), simple_records)]
+)
+def test_the_terminal_shows_all_of_it_in_eighty_columns(norms: tuple[str, ...], records: Any) -> None:
+    from rich.console import Console
+
+    results = made_up(norms, records=records)
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(terminal.table(results))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    text = re.sub(r"\s+", "", file.getvalue())
+    assert "…" not in text and max(map(len, file.getvalue().splitlines())) <= 80
+    view = gather(results)
+    for column in view.columns:
+        for config in view.configs:
+            places = 2 if min(c.error or 1 for c in column.cells.values()) < 0.05 else 1
+            assert show(column.cells[config.label], places).replace(" ", "") in text
+
+
+# --------------------------------------------------------------------------------------------------------- words
+
+
+def test_the_reading_says_who_wins_by_how_many_standard_errors() -> None:
+    results = made_up(("none", "batch", "group(4)"))
+    cells = {n: cell(values_of(results, n, "bim(eps=0.5)")) for n in ("none", "group(4)", "batch")}
+    points, errors = gap(cells["none"], cells["group(4)"])
+    text = " ".join(reading(gather(results)))
+    assert errors is not None
+    assert (
+        f"No normalization is best on bim(eps=0.5) (+{points:.1f} points against group(4), {errors:.1f} SE)"
+        in text
+    )
+    change, size = gap(cells["batch"], cells["none"])
+    assert size is not None
+    assert f"−{-change:.1f} on bim(eps=0.5) ({-size:.1f} SE)" in text  # noqa: RUF001
+    assert "no winner on clean" in text and "± 50 %" in text
+
+
+def test_the_reading_does_not_overclaim() -> None:
+    once = " ".join(reading(gather(made_up(seeds=1))))
+    assert "n = 1" in once and "may be chance" in once and " SE" not in once and "is best" not in once
+
+    def close(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        shift = {"none": 0.0, "batch": 2.5}[
+            settings.norm
+        ]  # standard errors are 1/sqrt(3) each: 3.1 and, for b, 2.4
+        return [{"measurement": "a", "accuracy": 50 + shift + settings.seed},
+                {"measurement": "b", "accuracy": 50 + 0.8 * shift + settings.seed},
+                {"measurement": "c", "accuracy": 50 + 0.5 * shift + settings.seed}]  # fmt: skip
+
+    text = " ".join(reading(gather(made_up(("none", "batch"), records=close))))
+    assert "a (+2.5 points against no normalization, 3.1 SE)" in text
+    assert "b (+2.0 points against no normalization, 2.4 SE, likely but not certain)" in text
+    assert "no winner on c (batch and no normalization, 1.5 SE apart)" in text
+    assert reading(gather(None)) == ["There are no results yet."]
+    assert (
+        reading(gather(made_up(("none",), 1)))[0] == "One configuration (no normalization), one run (n = 1)."
+    )
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+
+def test_labels_name_what_tells_configurations_apart_and_nothing_more() -> None:
+    results = made_up(("none", "batch"), seeds=2, batch_size=[2, 64])
+    assert [c.label for c in gather(results).configs] == [
+        "none, batch size 2", "none, batch size 64", "batch, batch size 2", "batch, batch size 64",
+    ]  # fmt: skip
+    runs = [Run(r.settings.with_(lr=0.1 if r.settings.norm == "batch" else 0.01), r.folder, r.history, r.records)
+            for r in made_up(("none", "batch")).runs]  # fmt: skip
+    view = gather(Results(Study(), runs))
+    assert [c.label for c in view.configs] == ["none", "batch"]  # the learning rate follows from the norm
+    assert view.follows == {"lr": {"none": 0.01, "batch": 0.1}} and "lr" not in view.common
+
+
+def test_a_norm_has_the_same_colour_everywhere() -> None:
+    wide = gather(made_up(seeds=1))
+    narrow = gather(made_up(("switchable", "batch"), seeds=1, batch_size=[2, 64]))
+    colours = {c.norm: c.look.colour for c in wide.configs}
+    assert len(set(colours.values())) == len(colours)
+    assert all(c.look.colour == colours[c.norm] for c in narrow.configs)
+    assert len({c.look for c in narrow.configs}) == 4  # told apart by the dash
+    assert all(
+        look.colour == colours[label] for g in narrow.grid_lines for label, (look, _) in g.series.items()
+    )
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(("scheme", "paper"), [("light", "#fefefd"), ("dark", "#14171b")])
+def test_colours_stand_out_from_the_paper(scheme: str, paper: str) -> None:
+    for colour in COLOURS:
+        dark, light = sorted((luminance(getattr(colour, scheme)), luminance(paper)))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5  # they also colour text: WCAG AA
+
+
+def test_labels_beside_lines_do_not_overlap() -> None:
+    positions = figures.apart([10, 10, 11, 95, 99, 60], 12, 100)
+    ordered = sorted(positions)
+    assert all(b - a >= 12 - 1e-9 for a, b in pairwise(ordered))
+    assert positions[5] == 60 and min(positions) >= 0 and max(positions) <= 100
+
+
+# ---------------------------------------------------------------------------------------------------------- pages
+
+
+def test_the_page_has_every_section_it_has_something_for(everything: Path, tmp_path: Path) -> None:
+    assert sections(everything) == {
+        "result",
+        "paper",
+        "robustness",
+        "frequency",
+        "samples",
+        "learning",
+        "importance",
+        "repeat",
+    }
+    bare = [{"measurement": "clean", "accuracy": 90.0}]
+    lone = Results(Study(), [Run(Settings(), Path("x"), [], bare)])
+    assert sections(write_report(lone, tmp_path / "lone.html")) == {"result", "repeat"}
+    grid = made_up(("none", "batch"), 2, batch_size=[2, 16, 128], depth=[4, 8])
+    page = write_report(grid, tmp_path / "grid.html")
+    assert "grid" in sections(page) and "Against batch size" in page.read_text()
+    assert sections(write_report(None, tmp_path / "nothing.html", title="Figure 1")) == {"result", "repeat"}
+
+
+def test_the_page_says_how_to_repeat_it(everything: Path) -> None:
+    text = everything.read_text()
+    assert "normlab compare --config" in text and "study.toml" in text and "batch_size = 64" in text
+    assert "a made-up device" in text and "2.99" in text and "3 min 0 s" in text  # 15 runs of 6 epochs of 2 s
+    other = write_report(
+        made_up(), everything.with_name("other.html"), command="normlab reproduce x", title="Table 2"
+    )
+    assert "normlab reproduce x" in other.read_text() and "<h1>Table 2</h1>" in other.read_text()
+
+
+def test_the_paper_stands_beside_ours(everything: Path) -> None:
+    table = next(t for t in Page(everything.read_text()).tables.values() if "paper" in t[0])
+    assert table[1:] == [
+        ["VGG8", "clean", "87.9 ± 0.1", "87.4 ± 0.6", "3", "−0.5"],  # noqa: RUF001
+        ["VGG8", "noise", "78.9 ± 0.1", "80.5 ± 0.6", "3", "+1.6"],
+        ["VGG8", "unpublished", "–", "51.0", "1", "–"],  # noqa: RUF001
+    ]
+    with pytest.raises(LabError, match="no picture"):
+        write_report(None, everything.with_name("x.html"), figures=[everything])
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_is_small(everything: Path, tmp_path: Path) -> None:
+    text = everything.read_text()
+    page = Page(text)
+    assert all(a.startswith(("#", "data:")) for a in page.addresses) and len(page.addresses) > 40
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert len(page.ids) == len(set(page.ids))
+    assert {a for a in page.addresses if a.startswith("#")} <= {f"#{i}" for i in page.ids}
+    assert len(text) < 1_000_000
+    large = write_report(made_up(batch_size=[2, 8, 32, 128], epochs=[60]), tmp_path / "large.html")
+    assert large.stat().st_size < 3_000_000
+
+
+def test_drawings_are_well_formed_and_take_their_colours_from_the_page(everything: Path) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", everything.read_text(), re.DOTALL)
+    assert len(drawings) > 30
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing)
+        assert (root.get("role") == "img" and root.get("aria-label")) or root.get("aria-hidden") == "true"
+    assert "var(--c1,#c44900)" in everything.read_text() and "DejaVu" in everything.read_text()
+
+
+HOSTILE = (
+    """<script>document.title='bad'</script>"><img src=x onerror="document.title='bad'">$x^$ [red] | & ü 漢"""
+)
+
+
+def hostile_records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+    found = rich_records(settings, rng)
+    for record in found:
+        record["title"] = f"{record['title']} {HOSTILE}"
+    found[-1]["samples"] |= {"label": [HOSTILE] * 6, "after_class": [HOSTILE] * 6}
+    return found
+
+
+def hostile_page(folder: Path) -> Path:
+    rows = [ComparisonRow(HOSTILE, HOSTILE, 1.0, 2.0, None, 1)] * 2
+    results = made_up(("none", "switchable", HOSTILE), 2, hostile_records, folder / "a <b> folder")
+    study = folder / "a <b> folder" / "study.toml"
+    study.parent.mkdir()
+    study.write_text(f"# {HOSTILE}")
+    return write_report(
+        results, folder / "hostile.html", comparisons=[Comparison(HOSTILE, rows, HOSTILE)], title=HOSTILE
+    )
+
+
+def test_names_are_text_whatever_they_hold(tmp_path: Path) -> None:
+    text = hostile_page(tmp_path).read_text()
+    page = Page(text)
+    assert page.scripts == 1 and "<img src=x" not in text and "x" not in page.addresses
+    assert page.tables["headline"][3][0] == HOSTILE
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
+    results = made_up((HOSTILE, "none"), 2)
+    assert HOSTILE.replace("|", "\\|").replace("<", "&lt;") in terminal.markdown(results)
+    from rich.console import Console
+
+    console = Console(width=200, file=io.StringIO(), color_system=None)
+    console.print(terminal.table(results))
+    assert "[red]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_that_diverged_and_one_that_is_unfinished_are_shown(tmp_path: Path) -> None:
+    results = made_up(("none", "batch"), 2)
+    broken = results.runs[0]
+    broken.records[0]["accuracy"] = math.nan
+    broken.history[3]["loss"] = math.nan
+    results.runs[-1].records.clear()
+    head, *rows = Page(write_report(results, tmp_path / "page.html").read_text()).tables["headline"]
+    assert rows[0][head.index("clean (%)")] == "not a number n 2"
+    assert rows[1][head.index("clean (%)")].endswith("n 1")  # uneven, so each cell says how many
+    waiting = Results(results.study, [Run(r.settings, r.folder, [], []) for r in results.runs])
+    assert sections(write_report(waiting, tmp_path / "waiting.html")) == {"result", "repeat"}
+
+
+def test_a_study_that_was_run_is_reported(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from normlab.lab.study import compare
+
+    results = compare(
+        ["none", "switchable"], seeds=1, out=tmp_path, data="digits", epochs=1, train_size=200, test_size=50,
+        measure=["clean", "noise", "bim(eps=0.2, steps=2)", "bim(eps=0.4, steps=2)", "noise-curve(std=[0, 1])"],
+    )  # fmt: skip
+    page = results.report()
+    assert page == tmp_path / "report.html"
+    assert {"result", "robustness", "samples", "learning", "importance", "repeat"} <= sections(page)
+    head, *rows = Page(page.read_text()).tables["headline"]
+    for row, found in zip(rows, results.table("clean"), strict=True):
+        assert (row[0], float(row[1])) == (found.settings.norm, pytest.approx(found.mean, abs=0.051))
+    assert head[2] == "noise std=1 standardised (%)"
+    assert escape((tmp_path / "study.toml").read_text(), quote=False) in page.read_text().replace(
+        "&#34;", '"'
+    )
+
+
+# --------------------------------------------------------------------------------------------------- in a browser
+
+BROWSER = next(
+    (p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if p), None
+)
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+
+LISTEN = """<script>window.seen = [];
+addEventListener('error', e => seen.push(String(e.message || e.target.tagName)), true);</script>"""
+MEASURE = """<script>addEventListener('load', () => {
+  const all = q => [...document.querySelectorAll(q)];
+  for (const d of all('details')) d.open = true;
+  const first = () => all('#headline tbody tr')[0].cells[0].textContent.trim();
+  const width = document.documentElement.scrollWidth, outside = all('body *').filter(e => {
+    const box = e.getBoundingClientRect();
+    return !e.closest('.box, pre, .hidden') && (box.right > innerWidth + 0.5 || box.left < -0.5);
+  }).map(e => e.tagName + '.' + e.className);
+  const buttons = all('#headline th button'), order = [first()];
+  if (buttons.length) { buttons[1].click(); order.push(first()); buttons[1].click(); order.push(first()); }
+  const drawn = all('svg').filter(s => s.getBoundingClientRect().width > 5 && s.getBBox().width > 0);
+  const report = {
+    seen, title: document.title, inner: innerWidth, width, outside, order,
+    drawings: all('svg').length, drawn: drawn.length,
+    images: all('img').length, loaded: all('img').filter(i => i.complete && i.naturalWidth > 0).length,
+    cells: all('#headline td, #headline th').filter(c => c.getBoundingClientRect().width > 0).length,
+    paper: getComputedStyle(document.body).backgroundColor,
+    ink: getComputedStyle(document.querySelector('svg[role=img] text')).fill,
+    font: getComputedStyle(document.querySelector('svg[role=img] text')).fontFamily,
+  };
+  parent.postMessage(JSON.stringify(report), '*');
+});</script>"""
+# A window cannot be as narrow as a phone; a frame can.
+FRAME = """<!doctype html><title>frame</title><pre id="measured"></pre><script>
+addEventListener('message', e => { document.getElementById('measured').textContent = e.data; });
+</script><iframe src="copy.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe>"""
+
+
+def browse(page: Path, *options: str) -> tuple[str, str]:
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking",
+        "--disable-extensions", "--no-first-run", f"--user-data-dir={page.parent / 'profile'}",
+        "--window-size=1400,1000", "--virtual-time-budget=5000", "--enable-logging=stderr", *options, page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, done.stderr
+
+
+def measured(page: Path, folder: Path, *options: str, width: int = 1280) -> dict[str, Any]:
+    """What a script inside a copy of the page finds."""
+    text = page.read_text().replace("<head>", "<head>" + LISTEN, 1).replace("</body>", MEASURE + "</body>", 1)
+    (folder / "copy.html").write_text(text)
+    (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
+    document, log = browse(folder / "frame.html", "--dump-dom", *options)
+    assert not re.search(r"CONSOLE.*(error|violat|refused|fail)", log, re.IGNORECASE), log
+    found = re.search(r'<pre id="measured">(.+?)</pre>', document, re.DOTALL)
+    assert found, document[-2000:]
+    return json.loads(unescape(found[1]))
+
+
+@in_browser
+def test_in_a_browser_every_picture_is_drawn_and_tables_sort(everything: Path, tmp_path: Path) -> None:
+    found = measured(everything, tmp_path)
+    assert found["seen"] == [] and found["outside"] == [] and found["width"] <= found["inner"]
+    assert found["drawn"] == found["drawings"] > 30
+    assert found["loaded"] == found["images"] == 1 + 6 * (1 + len(LEVEL))
+    columns = len(gather(made_up(records=rich_records, seeds=2)).columns) + 2
+    assert found["cells"] == columns * (1 + len(LEVEL))
+    clean = gather(made_up(records=rich_records)).columns[0].ranked()
+    assert found["order"] == ["none", clean[0][0], clean[-1][0]]
+    assert found["paper"] == "rgb(254, 254, 253)" and "system-ui" in found["font"]
+
+
+@in_browser
+def test_on_a_phone_nothing_is_wider_than_the_screen(everything: Path, tmp_path: Path) -> None:
+    found = measured(everything, tmp_path, width=375)
+    assert found["inner"] == 375 and found["width"] <= 375 and found["outside"] == []
+    grid = made_up(("none", "batch"), 2, batch_size=[2, 16, 128], depth=[4, 8])
+    found = measured(write_report(grid, tmp_path / "grid.html"), tmp_path, width=375)
+    assert found["width"] <= 375 and found["outside"] == [] and found["drawn"] == found["drawings"]
+
+
+@in_browser
+def test_dark_where_the_reader_prefers_it(everything: Path, tmp_path: Path) -> None:
+    found = measured(everything, tmp_path, "--blink-settings=preferredColorScheme=0")
+    assert found["paper"] == "rgb(20, 23, 27)" and found["ink"] in (
+        "rgb(230, 233, 237)",
+        "rgb(163, 171, 182)",
+    )
+
+
+@in_browser
+def test_it_prints(everything: Path, tmp_path: Path) -> None:
+    browse(everything, "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'page.pdf'}")
+    pdf = (tmp_path / "page.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and 4 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 14
+
+
+@in_browser
+def test_hostile_names_do_nothing_in_a_browser(tmp_path: Path) -> None:
+    found = measured(hostile_page(tmp_path), tmp_path)
+    assert found["title"] == HOSTILE and found["seen"] == [] and found["drawn"] == found["drawings"]
