@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .errors import LabError
+from .errors import Interrupted, LabError
 
 __all__ = ["main"]
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name="normlab")
     except LabError as error:
         _end(f"normlab: {error}", 2)
-    except KeyboardInterrupt:
+    except (Interrupted, KeyboardInterrupt):
         _end("normlab: interrupted. What is finished is kept; the same command again goes on.", 130)
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect as inspect_
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import LabError
+from .errors import Interrupted, LabError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -395,3 +396,21 @@ def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr)
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """An interruption is ours to word: the parser would end the process before :func:`~normlab.lab.cli.main` sees it."""
+
+    @wraps(command)
+    def run(*args: Any, **given: Any) -> None:
+        try:
+            command(*args, **given)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+    return run
+
+
+for _command in app.registered_commands:
+    assert _command.callback is not None
+    _command.callback = _guarded(_command.callback)

@@ -91,20 +91,18 @@ def fit(
     recipe = recipe or recipe_by_name(settings.recipe)
     folder = None if folder is None else Path(folder)
     watch = progress or Watcher()
-    if settings.capture and device.type != "cuda":
-        watch.note("capture = true is for CUDA devices; this run is on the CPU and steps are run as usual.")
     data = data.to(device)
     model.to(device)
     if settings.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
     with arithmetic(settings.precision), _own_random_numbers(device):
-        trainer = _Trainer(model, recipe, ctx)
+        trainer = _Trainer(model, recipe, ctx, watch)
         history = trainer.resume(folder)
         watch.run(settings, done_epochs=len(history.epochs))
         board = _Board.open(folder, watch) if tensorboard else None
         for epoch in range(len(history.epochs), settings.epochs):
-            line = trainer.epoch(epoch, watch)
+            line = trainer.epoch(epoch)
             history.epochs.append(line)
             trainer.keep(history, folder)
             watch.epoch(line)
@@ -117,8 +115,8 @@ def fit(
 class _Trainer:
     """The state of a run: model, optimizers, averaged weights, best weights."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, ctx: Context) -> None:
-        self.model, self.recipe, self.ctx = model, recipe, ctx
+    def __init__(self, model: nn.Module, recipe: Recipe, ctx: Context, watch: Watcher) -> None:
+        self.model, self.recipe, self.ctx, self.watch = model, recipe, ctx, watch
         settings = ctx.settings
         self.phases = recipe.phases(model, ctx)
         self.optimizers = [_optimizer(phase, settings, ctx.device) for phase in self.phases]
@@ -127,6 +125,7 @@ class _Trainer:
         self.sums: dict[str, Tensor] = {}
         self.best_score, self.best_epoch = -math.inf, 0
         self.best_state: dict[str, Tensor] | None = None
+        self.capture = settings.capture and ctx.device.type == "cuda"
         self.captured: _Captured | None = None
         size, remainder = settings.batch_size, len(ctx.data.train.y) % settings.batch_size
         if not len(ctx.data.train.y):
@@ -139,7 +138,7 @@ class _Trainer:
 
     # One epoch
 
-    def epoch(self, epoch: int, watch: Watcher) -> dict[str, Any]:
+    def epoch(self, epoch: int) -> dict[str, Any]:
         settings, device, start = self.ctx.settings, self.ctx.device, time.perf_counter()
         torch.manual_seed(derive(settings.seed, "global", epoch))
         self.ctx.generator.manual_seed(derive(settings.seed, "step", epoch))
@@ -154,7 +153,7 @@ class _Trainer:
             self._prepare(lr, epoch * self.steps + step)
             self._run(batch)
             if (now := time.perf_counter()) - told > 0.1:
-                watch.step(epoch + 1, step + 1, self.steps)
+                self.watch.step(epoch + 1, step + 1, self.steps)
                 told = now
         values = (
             torch.stack([*self.sums.values()]).div(self.images).tolist()
@@ -198,13 +197,17 @@ class _Trainer:
             self.ema_weight.fill_(1 - min(self.ctx.settings.ema, (1 + step) / (10 + step)))
 
     def _run(self, batch: Batch) -> None:
-        capture = self.ctx.settings.capture and self.ctx.device.type == "cuda"
-        if not capture or len(batch.y) < self.ctx.settings.batch_size:
+        if not self.capture or len(batch.y) < self.ctx.settings.batch_size:
             self._step(batch)
             return
         if self.captured is None:
             self.captured = _Captured(self._step, batch, self.ctx)
-        self.captured(batch)
+        if not self.captured(batch):  # a model that asks the device for a value, for example
+            self.capture, self.captured = False, None
+            self.watch.note(
+                "A step of this model cannot be captured as a CUDA graph; it runs as usual, more slowly."
+            )
+            self._step(batch)
 
     def _step(self, batch: Batch) -> None:
         from .data import pixels
@@ -377,7 +380,8 @@ class _Captured:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
 
-    def __call__(self, batch: Batch) -> None:
+    def __call__(self, batch: Batch) -> bool:
+        """Run the step; False if it cannot be captured, and then it has not run."""
         for mine, new in zip(self.static, batch, strict=True):
             mine.copy_(new)
         if self.graph is None and self.warm < _WARM_UP:
@@ -387,13 +391,18 @@ class _Captured:
             with torch.cuda.stream(side):
                 self.step(self.static)
             torch.cuda.current_stream(self.ctx.device).wait_stream(side)
-            return
+            return True
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            self.graph.register_generator_state(self.ctx.generator)
-            with torch.cuda.graph(self.graph):  # records and does not run
-                self.step(self.static)
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.ctx.generator)
+            try:
+                with torch.cuda.graph(graph):  # records and does not run
+                    self.step(self.static)
+            except RuntimeError:
+                return False
+            self.graph = graph
         self.graph.replay()
+        return True
 
 
 def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:

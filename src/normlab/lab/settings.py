@@ -68,12 +68,14 @@ class Settings:
     ema: float = _number(
         0.0, 0, 1, help="decay of averaged weights, which are then the ones tested; 0 for none"
     )
-    precision: str = _choice("float32", "float32", "tf32", "bf16", help="arithmetic of training")
+    precision: str = _choice(
+        "tf32", "float32", "tf32", "bf16", help="arithmetic; tf32 is that of GPUs, float32 elsewhere"
+    )
     best: str = _choice(
         "last", "last", "test", help="weights kept: of the last epoch, or of the best on the test set"
     )
     channels_last: bool = _other(False, help="memory layout of images and weights")
-    capture: bool = _other(False, help="replay the training step as a CUDA graph")
+    capture: bool = _other(True, help="on CUDA, replay the training step as a graph")
     train_size: int = _number(0, 0, help="training images used, classes in proportion")
     test_size: int = _number(0, 0, help="test images used, classes in proportion")
     size: int = _number(0, 0, help="side that images are resized to, by nearest neighbour")

@@ -25,7 +25,7 @@ import torch
 from .._text import words
 from .errors import LabError
 from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, names_of
-from .loop import Watcher, fit, load_weights
+from .loop import Watcher, arithmetic, fit, load_weights
 from .results import Results, Row, Run, plain, read_results, read_run
 from .settings import Settings
 from .store import append_line, load_checkpoint, locked, read_lines, write_atomic
@@ -116,11 +116,16 @@ def train(
     root: str | Path | None = None,
     download: bool = False,
     tensorboard: bool = False,
+    data: Data | None = None,
 ) -> Run:
-    """One run in a folder of its own; its measurements go to results.jsonl there."""
+    """One run in a folder of its own; its measurements go to results.jsonl there.
+
+    ``data`` saves loading what the caller has already: :func:`load_data` of these settings.
+    """
     folder, watch, place = Path(folder), progress or Watcher(), pick_device(device)
     measurements = measurements_of(measure)
-    data = _checked_data([settings], root=root, download=download)[_data_key(settings)]
+    if data is None:
+        data = _checked_data([settings], root=root, download=download)[_data_key(settings)]
     _check_home(settings, folder)
     with locked(folder):
         model = _trained(settings, data, folder, watch, place, tensorboard=tensorboard)
@@ -221,9 +226,10 @@ def _measured(
     )
     for measurement in measurements:
         watch.measuring(settings, measurement.name)
-        (record,) = measure(
-            model, data, [measurement], device=device, seed=settings.seed, progress=watch.measuring_step
-        )
+        with arithmetic(settings.precision):
+            (record,) = measure(
+                model, data, [measurement], device=device, seed=settings.seed, progress=watch.measuring_step
+            )
         yield about | record | {"versions": versions(), "device": where}
 
 
@@ -235,10 +241,12 @@ def _checked_data(grid: Sequence[Settings], **options: Any) -> dict[tuple[Any, .
     """Every data set of the grid; every network has been built once, so that no run fails late by its name."""
     data: dict[tuple[Any, ...], Data] = {}
     built: set[tuple[Any, ...]] = set()
-    for settings in grid:
-        from .norms import parse_norm
+    from .norms import parse_norm
+    from .recipes import recipe
 
+    for settings in grid:
         parse_norm(settings.norm)  # quick, and before data are looked for
+        recipe(settings.recipe)
     for settings in grid:
         key = _data_key(settings)
         if key not in data:

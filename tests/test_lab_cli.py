@@ -1,0 +1,335 @@
+"""The command line as a user has it: what it prints, what it writes, and a sentence for everything that is wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from normlab.lab import Settings, load_checkpoint, read_results, study
+from normlab.lab.cli import main
+from normlab.lab.commands import seeds_of, split
+from normlab.lab.display import Clock
+
+SMALL = ("--data", "digits", "--model", "mlp", "--depth", "2", "--width", "8", "--epochs", "1", "--train-size", "200",
+         "--test-size", "100", "--batch-size", "50")  # fmt: skip
+
+
+@pytest.fixture
+def normlab(capsys, monkeypatch, tmp_path):
+    """Runs a command in an empty folder; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NORMLAB_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(a) for a in arguments])
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run, and what was measured on it."""
+    folder = tmp_path_factory.mktemp("run")
+    settings = Settings(data="digits", model="mlp", norm="switchable", depth=2, width=8, epochs=2, train_size=200,
+                        test_size=100, batch_size=50)  # fmt: skip
+    return study.train(settings, folder, measure=["clean"])
+
+
+def refused(answer, *words):
+    """One sentence on stderr, exit code 2, nothing on stdout, no traceback."""
+    code, out, err = answer
+    assert code == 2 and not out and "Traceback" not in err
+    assert err.startswith("normlab: ") and err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_compare_writes_results_and_a_page(normlab, tmp_path):
+    code, out, err = normlab("compare", "--norms", "none,layer", "--seeds", "1", "--measure", "clean,noise", "--out",
+                             "study", "--lr", "0.1,0.01", *SMALL)  # fmt: skip
+    assert code == 0, err
+    results = read_results("study")
+    assert [r.label for r in results.table("clean")] == [
+        "none, lr 0.1",
+        "none, lr 0.01",
+        "layer, lr 0.1",
+        "layer, lr 0.01",
+    ]
+    for row in results.table("noise"):
+        assert f"{row.mean:.1f}" in out
+    assert "study/report.html" in out and (tmp_path / "study" / "report.html").stat().st_size > 10_000
+    assert "layer, lr 0.01, seed 0: clean" in err  # not a terminal, so lines
+    lines = (tmp_path / "study" / "results.jsonl").read_bytes()
+    code, again, err = normlab("compare", "--config", "study/study.toml", "--out", "study")
+    assert code == 0 and again == out and not err
+    assert (tmp_path / "study" / "results.jsonl").read_bytes() == lines
+
+
+def test_settings_of_a_file_give_way_to_the_command_line(normlab):
+    normlab("compare", "--norms", "none", "--seeds", "1", "--measure", "clean", "--out", "a", *SMALL)
+    code, _, err = normlab(
+        "compare", "--config", "a/study.toml", "--width", "9", "--seeds", "3,", "--out", "b"
+    )
+    assert code == 0, err
+    (run,) = read_results("b").runs
+    assert (run.settings.width, run.settings.seed, run.settings.epochs) == (9, 3, 1)
+    refused(
+        normlab("compare", "--config", "a/study.toml", "--width", "9", "--out", "a"),
+        "width was 8 and is 9 now",
+        "--out",
+    )
+
+
+def test_report_in_other_forms(normlab, trained, tmp_path):
+    code, out, _ = normlab("report", trained.folder, "--format", "csv")
+    rows = out.splitlines()
+    assert (
+        code == 0 and rows[0].startswith("configuration,") and repr(trained.records[0]["accuracy"]) in rows[1]
+    )
+    code, out, _ = normlab("report", trained.folder, "--format", "markdown", "--out", "a.md")
+    assert code == 0 and (tmp_path / "a.md").read_text().startswith("| configuration")
+    code, out, _ = normlab("report", trained.folder, "--out", "page.html")
+    assert code == 0 and out == "page.html\n" and (tmp_path / "page.html").exists()
+    refused(normlab("report", trained.folder, "--format", "pdf"), "html, markdown or csv")
+    refused(normlab("report", "nowhere"), "nowhere holds no results")
+
+
+def test_train_resumes_and_refuses_other_settings(normlab, tmp_path):
+    code, out, err = normlab("train", "--out", "run", "--norm", "batch", "--measure", "clean", *SMALL)
+    assert code == 0, err
+    assert out.startswith("epoch 1: loss") and "clean" in out and "run/best.safetensors" in out
+    assert Settings.read("run/settings.toml").norm == "batch"
+    before = (tmp_path / "run" / "best.safetensors").read_bytes()
+    refused(normlab("train", "--out", "run", "--norm", "layer", *SMALL), "norm was batch and is layer now")
+    refused(normlab("train", "--out", "run", "--lr", "0.1,0.2"), "one value here")
+    assert (tmp_path / "run" / "best.safetensors").read_bytes() == before
+
+
+def test_evaluate_a_checkpoint(normlab, trained, tmp_path):
+    code, out, err = normlab(
+        "evaluate", trained.folder / "best.safetensors", "--measure", "clean,fgsm", "--out", "r.jsonl"
+    )
+    assert code == 0, err
+    assert f"{trained.records[0]['accuracy']:.2f}" in out and "fgsm" in out
+    records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [r["measurement"] for r in records] == ["clean", "fgsm"] and records[0]["n"] == 100
+
+
+OWN = """
+import torch
+def network(width=8):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+number = 3
+"""
+
+
+def test_evaluate_a_module_of_ones_own(normlab, tmp_path, monkeypatch):
+    (tmp_path / "mine_for_this_test.py").write_text(OWN)
+    weight = torch.randn(10, 64, generator=torch.Generator().manual_seed(1))
+    state = {"1.weight": weight, "1.bias": torch.zeros(10)}
+    save_file(state, tmp_path / "w.safetensors")
+    torch.save(state, tmp_path / "w.pt")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    data = study.load_data(Settings(data="digits"))
+    x = (data.test.x.float() / 255 - 0.3) / 0.5
+    right = 100 * ((x.flatten(1) @ weight.T).argmax(1) == data.test.y).double().mean().item()
+    common = ("evaluate", "--module", "mine_for_this_test:network", "--data", "digits", "--measure", "clean")
+    for name in ("w.safetensors", "w.pt"):
+        code, out, err = normlab(*common, "--weights", name, "--mean", "0.3", "--std", "0.5")
+        assert code == 0 and f"{right:.2f}" in out, err
+    refused(normlab(*common, "--mean", "0.3"), "belong together")
+    refused(normlab(*common, "--mean", "a", "--std", "b"), "numbers with commas")
+    refused(normlab(*common, "--mean", "0.3", "--std", "0"), "above 0")
+    refused(normlab(*common, "--weights", "none.pt"), "no weights")
+    (tmp_path / "bad.pt").write_bytes(b"nothing")
+    refused(normlab(*common, "--weights", "bad.pt"), "cannot be read as weights")
+    save_file({"other": torch.ones(1)}, tmp_path / "o.safetensors")
+    refused(normlab(*common, "--weights", "o.safetensors"), "weights of another model")
+    for module, word in (("mine_for_this_test", "package.module:function"), ("no_such_module:f", "no module"),
+                         ("mine_for_this_test:nothing", "has no 'nothing'")):  # fmt: skip
+        refused(normlab("evaluate", "--module", module, "--data", "digits"), word)
+    refused(normlab("evaluate", "--module", "mine_for_this_test:network"), "needs --data")
+    refused(normlab("evaluate"), "Give a checkpoint")
+
+
+def test_evaluate_weights_from_elsewhere_in_a_network_by_name(normlab, trained, tmp_path):
+    tensors, _ = load_checkpoint(trained.folder / "best.safetensors")
+    save_file(tensors, tmp_path / "foreign.safetensors")
+    refused(normlab("evaluate", "foreign.safetensors"), "does not say of which network")
+    refused(normlab("evaluate", "foreign.safetensors", "--model", "mlp"), "--data")
+    answer = normlab(
+        "evaluate", "foreign.safetensors", "--model", "mlp", "--norm", "switchable", "--data", "digits"
+    )
+    refused(answer, "weights of another model", "of another shape")
+    linear = {
+        "linear.weight": torch.zeros(10, 64),
+        "linear.bias": torch.arange(10.0),
+    }  # always the last class
+    names = dict(
+        study.build_model(Settings(model="linear", norm="none"), study.load_data(Settings(data="digits")))[
+            1
+        ].state_dict()
+    )
+    save_file(dict(zip(names, linear.values(), strict=True)), tmp_path / "head.safetensors")
+    code, out, err = normlab("evaluate", "head.safetensors", "--model", "linear", "--norm", "none", "--data", "digits",
+                             "--measure", "clean")  # fmt: skip
+    nines = 100 * (study.load_data(Settings(data="digits")).test.y == 9).double().mean().item()
+    assert code == 0 and f"{nines:.2f}" in out, err
+
+
+def test_inspect_networks_and_checkpoints(normlab, trained):
+    code, out, _ = normlab("inspect", "vgg8", "--norm", "switchable")
+    assert code == 0 and "5 normalization layers" in out and "Importance weights" in out
+    code, out, _ = normlab("inspect", trained.folder)
+    assert code == 0 and "mlp with switchable, trained on digits" in out
+    weights = trained.history[-1]["importance"]["net.layers.0.norm"]["layer"][0]
+    assert f"{weights:.4g}" in out
+    code, out, _ = normlab("inspect", "torchvision:resnet18", "--norm", "group(8)")
+    assert code == 0 and "20 normalization layers" in out
+    code, out, _ = normlab("inspect", "linear", "--norm", "none", "--data", "digits")
+    assert code == 0 and "no normalization layer" in out
+
+
+def test_bench_gives_ratios(normlab, monkeypatch):
+    from normlab.lab import bench
+
+    monkeypatch.setattr(
+        bench.time_layers, "__kwdefaults__", {**bench.time_layers.__kwdefaults__, "shapes": [(2, 8, 4, 4)]}
+    )
+    code, out, err = normlab("bench", "--norms", "torch,sn", "--rounds", "3")
+    assert code == 0, err
+    rows = [line.split() for line in out.splitlines()[2:]]
+    assert [r[0] for r in rows] == ["torch", "switchable"] and all(float(r[-1]) > 0 for r in rows)
+
+
+def test_reproductions_are_listed(normlab):
+    code, out, _ = normlab("reproduce", "--list")
+    assert code == 0 and "vulnerability-table2" in out
+    refused(normlab("reproduce", "vulnerability-tabel2"), "vulnerability-table2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--norms", "none,bach"), ("'bach'", "did you mean 'batch'")),
+        (("--model", "smal"), ("'smal'", "did you mean 'small'")),
+        (("--data", "mnist6k"), ("'mnist6k'", "did you mean 'mnist5k'")),
+        (("--data", "cifar10", "--model", "vgg8"), ("cifar10", "--download")),
+        (("--data", "folder:nowhere"), ("nowhere",)),
+        (("--measure", "pdg"), ("'pdg'", "did you mean 'pgd'")),
+        (("--measure", "pgd(eps=-0.1)"), ("eps",)),
+        (("--measure", "corruptions(severities=6)"), ("severities", "from 1 to 5")),
+        (("--epochs", "0"), ("epochs must be at least 1",)),
+        (("--epochs", "many"), ("epochs cannot be 'many'",)),
+        (("--seeds", "x"), ("--seeds", "'x'")),
+        (("--seeds", "0"), ("--seeds",)),
+        (("--norms", ""), ("--norms names nothing",)),
+        (("--device", "toaster"), ("toaster",)),
+        (("--config", "none.toml"), ("no settings file none.toml",)),
+        (("--train-size", "1000000"), ("1,000,000",)),
+    ],
+    ids=lambda a: " ".join(a) if isinstance(a, tuple) and a[0].startswith("--") else "",
+)
+def test_what_is_wrong_is_a_sentence_and_nothing_is_written(normlab, tmp_path, arguments, words):
+    refused(normlab("compare", "--out", "study", *arguments), *words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 99, "cut"])
+def test_a_checkpoint_that_is_none_is_a_sentence(normlab, trained, tmp_path, content):
+    whole = (trained.folder / "best.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(whole[:-100] if content == "cut" else content)
+    for command in ("evaluate", "inspect"):
+        refused(normlab(command, "a.safetensors"), "no checkpoint that can be read")
+    refused(normlab("evaluate", "missing.safetensors"), "There is no checkpoint")
+
+
+def test_an_unknown_option_is_told_by_the_parser(normlab):
+    code, out, err = normlab("compare", "--norm", "batch")
+    assert code == 2 and not out and "--norms" in err and "Traceback" not in err
+
+
+def test_a_full_disk_is_a_sentence(normlab, monkeypatch):
+    import errno
+    import os
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused(
+        normlab("compare", "--norms", "none", "--seeds", "1", "--measure", "clean", "--out", "a", *SMALL),
+        "disk is full",
+    )
+
+
+def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "_measured", interrupted)
+    code, _, err = normlab(
+        "compare", "--norms", "none", "--seeds", "1", "--measure", "clean", "--out", "a", *SMALL
+    )
+    assert code == 130 and "the same command again goes on" in err and "Traceback" not in err
+
+
+def test_without_the_extra_it_is_said_how_to_install_it(capsys):
+    program = "import sys; sys.modules['typer'] = None; from normlab.lab.cli import main; main(['compare'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (
+        done.returncode == 2
+        and "pip install 'normlab[lab]'" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+
+
+def test_python_m_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "normlab.lab", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "Usage: normlab" in done.stdout
+    for command in ("compare", "train", "evaluate", "report", "reproduce", "bench", "inspect"):
+        assert f" {command} " in done.stdout
+
+
+def test_lists_of_the_command_line():
+    assert split("a(1, 2), b[3,4],,c") == ["a(1, 2)", "b[3,4]", "c"]
+    assert seeds_of("3") == [0, 1, 2] and seeds_of("2,") == [2] and seeds_of("4,0") == [4, 0]
+
+
+def test_a_terminal_shows_a_table_and_the_time_left(monkeypatch, tmp_path):
+    import io
+
+    from rich.console import Console
+
+    from normlab.lab.display import Screen
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    base = Settings(data="digits", model="linear", epochs=2, train_size=100, test_size=50, batch_size=50)
+    asked = study.Study(base, {"norm": ["none"], "seed": [0, 1]}, ("clean",), tmp_path)
+    with Screen(console, asked.grid(), ["clean"], lambda s: s.norm) as screen:
+        study.run_study(asked, progress=screen)
+        console.print(screen._render())
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    mean = study.read_results(tmp_path).table("clean")[0].mean
+    assert f"{mean:.1f}" in shown and "6/6" in shown and "left" in shown
+    assert screen.clock.seconds() == 0
+
+
+def test_time_left_is_by_kind_of_work():
+    clock = Clock(4, {"clean": 2, "pgd": 2})
+    assert clock.seconds() is None
+    clock.tick("", 2.0)
+    assert clock.seconds() == 3 * 2 + 4 * 2
+    clock.tick("pgd", 30.0)
+    clock.drop("", 1)
+    assert clock.seconds() == 2 * 2 + 2 * 2 + 30 and clock.done == 3

@@ -1,0 +1,344 @@
+"""Grids that resume, refuse other settings, and never compute twice; with the real parts at a tiny size."""
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from normlab import lab
+from normlab.lab import LabError, Settings, Study, Watcher, read_results, run_study
+from normlab.lab import study as study_module
+from normlab.lab.grid import DEFAULT, default_folder, make_study
+
+TINY = Settings(
+    data="digits",
+    model="mlp",
+    depth=2,
+    width=8,
+    epochs=2,
+    batch_size=50,
+    train_size=200,
+    test_size=100,
+    lr=0.1,
+)
+AXES = {"norm": ["none", "batch"], "seed": [0, 1]}
+
+
+def tiny(folder, axes=AXES, measurements=("clean", "noise"), **changes):
+    return Study(replace(TINY, **changes), axes, measurements, folder)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def accuracies(folder):
+    return {(r["run"], r["measurement"]): r["accuracy"] for r in lines(folder)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    return run_study(tiny(folder))
+
+
+class Forbidden(Watcher):
+    def epoch(self, line):
+        raise AssertionError("trained again")
+
+    def measured(self, settings, record):
+        raise AssertionError(f"{record['measurement']} measured again")
+
+
+def test_every_cell_is_trained_and_measured_once(finished):
+    folder = finished.study.folder
+    assert len(lines(folder)) == 8 == len({(r["digest"], r["measurement"]) for r in lines(folder)})
+    assert [(r.settings.norm, r.settings.seed) for r in finished.runs] == [
+        ("none", 0), ("none", 1), ("batch", 0), ("batch", 1)
+    ]  # fmt: skip
+    for run in finished.runs:
+        assert run.folder.name == run.name and [h["epoch"] for h in run.history] == [1, 2]
+        assert Settings.read(run.folder / "settings.toml") == run.settings
+        assert run.records[0]["accuracy"] == pytest.approx(run.history[-1]["accuracy"])
+        assert {"torch", "normlab", "python"} <= run.records[0]["versions"].keys()
+        assert Settings.from_values(run.records[0]["settings"]) == run.settings
+
+
+def test_tables_have_n_mean_and_standard_error(finished):
+    rows = finished.table("clean")
+    assert [(r.label, r.n) for r in rows] == [("none", 2), ("batch", 2)]
+    values = [r.records[0]["accuracy"] for r in finished.runs if r.settings.norm == "batch"]
+    assert rows[1].values == tuple(values) and rows[1].mean == statistics.fmean(values)
+    assert rows[1].error == pytest.approx(statistics.stdev(values) / math.sqrt(2))
+    assert finished.table("noi") == finished.table("noise")
+    with pytest.raises(LabError, match="was not measured"):
+        finished.table("pgd")
+
+
+def test_the_same_command_again_computes_nothing(finished):
+    folder = finished.study.folder
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    again = run_study(finished.study, progress=Forbidden())
+    assert again == finished
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_study_is_text_both_ways(finished, tmp_path):
+    path = finished.study.folder / "study.toml"
+    assert Study.read(path) == replace(finished.study, folder=None)
+    joint = Study(TINY, {"norm,lr": [("none", 0.01), ("batch", 0.1)], "seed": [3]}, ("clean",))
+    (tmp_path / "a.toml").write_text(joint.to_toml())
+    assert Study.read(tmp_path / "a.toml") == joint
+    assert [(s.norm, s.lr, s.seed) for s in joint.grid()] == [("none", 0.01, 3), ("batch", 0.1, 3)]
+    run = Study.read(finished.runs[0].folder / "settings.toml")
+    assert (
+        run.base == finished.runs[0].settings and run.axes == {} and run.measurements == DEFAULT.measurements
+    )
+
+
+def test_a_grid_may_grow(finished, tmp_path):
+    import shutil
+
+    folder = tmp_path / "grown"
+    shutil.copytree(finished.study.folder, folder)
+    old = accuracies(folder)
+    told = []
+
+    class Teller(Watcher):
+        def epoch(self, line):
+            told.append(line["epoch"])
+
+    grown = run_study(tiny(folder, {"norm": ["batch", "layer"], "seed": [0]}, ("fgsm",)), progress=Teller())
+    new = accuracies(folder)
+    assert told == [1, 2]  # layer alone is new
+    assert old.items() <= new.items() and len(new) == len(old) + 2
+    assert list(grown.study.axes["norm"]) == ["none", "batch", "layer"]
+    assert grown.study.measurements == ("clean", "noise", "fgsm")
+    assert [r.label for r in grown.table("clean")] == ["none", "batch"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"epochs": 3}, "epochs was 2 and is 3 now"),
+        ({"lr": 0.2, "width": 9}, "lr was 0.1 and is 0.2 now; width was 8 and is 9 now"),
+        ({"axes": {**AXES, "batch_size": [50, 20]}}, "batch_size was 50 and is 50 and 20 now"),
+        ({"axes": {**AXES, "batch_size": [20]}}, "batch_size was 50 and is 20 now"),
+    ],
+)
+def test_other_settings_never_meet_in_a_folder(finished, change, said):
+    folder = finished.study.folder
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    with pytest.raises(LabError) as error:
+        run_study(tiny(folder, **change), progress=Forbidden())
+    assert said in str(error.value) and "--out" in str(error.value)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_an_axis_may_grow_once_it_is_one(tmp_path):
+    axes = {"norm": ["none"], "batch_size": [50, 20]}
+    run_study(tiny(tmp_path, axes, ("clean",), epochs=1))
+    results = run_study(tiny(tmp_path, {"norm": ["none"], "batch_size": [20, 10]}, ("clean",), epochs=1))
+    assert [r.label for r in results.table("clean")] == [f"none, batch size {b}" for b in (50, 20, 10)]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "results.jsonl").write_text("mine\n")
+    with pytest.raises(LabError, match=r"has results\.jsonl but no study\.toml"):
+        run_study(tiny(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["results.jsonl"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LabError, match="is a file"):
+        run_study(tiny(tmp_path / "file"))
+    with pytest.raises(LabError, match="holds no results"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"axes": {"norm": ["none", "bach"]}}, "did you mean 'batch'"),
+        ({"model": "vgg9"}, "vgg"),
+        ({"data": "digit"}, "did you mean 'digits'"),
+        ({"data": "cifar10"}, "cifar10"),
+        ({"measurements": ("clen",)}, "did you mean 'clean'"),
+        ({"measurements": ("pgd(eps=-1)",)}, "eps"),
+        ({"recipe": "clasify"}, "did you mean 'classify'"),
+        ({"train_size": 10**6}, "training images"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, monkeypatch, change, sentence):
+    monkeypatch.setenv("NORMLAB_DATA", str(tmp_path / "data"))
+    with pytest.raises(LabError) as error:
+        run_study(tiny(tmp_path / "study", **change))
+    assert sentence in str(error.value)
+    assert not (tmp_path / "study").exists()
+
+
+def test_axes_are_checked():
+    for axes, sentence in (
+        ({"norms": ["a"]}, "did you mean 'norm'"),
+        ({"norm": []}, "at least one value"),
+        ({"norm": "batch"}, "needs a list"),
+        ({"epochs": [1, 0]}, "epochs must be at least 1"),
+        ({"norm,lr": [("a", 1.0)], "norm": ["b"]}, "on two axes"),
+        ({"norm,lr": ["a"]}, "needs 2 values"),
+    ):
+        with pytest.raises(LabError) as error:
+            Study(TINY, axes)
+        assert sentence in str(error.value)
+    assert len(Study(TINY, {"seed": [1, 1, 2]}).grid()) == 2
+
+
+def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path):
+    class Stop(Watcher):
+        def __init__(self, after):
+            self.left = after
+
+        def event(self):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+        def epoch(self, line):
+            self.event()
+
+        def measured(self, settings, record):
+            self.event()
+
+    for after in (3, 4):
+        with pytest.raises(KeyboardInterrupt):
+            run_study(tiny(tmp_path), progress=Stop(after))
+    run_study(tiny(tmp_path))
+    assert accuracies(tmp_path) == accuracies(finished.study.folder)
+    assert len(lines(tmp_path)) == 8
+
+
+def test_kill_9_and_the_same_command_again(finished, tmp_path):
+    folder = tmp_path / "study"
+    program = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from pathlib import Path
+from test_lab_study import tiny
+from normlab.lab import run_study
+run_study(tiny(Path({str(folder)!r})))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    results = folder / "results.jsonl"
+    while process.poll() is None and not (results.exists() and results.read_bytes().count(b"\n") >= 3):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    with results.open("a") as file:
+        file.write('{"run": "cut o')  # what a power cut may leave
+    run_study(tiny(folder))
+    assert accuracies(folder) == accuracies(finished.study.folder)
+
+
+def test_a_notebook_needs_a_few_lines(tmp_path, capsys):
+    small = {"data": "digits", "model": "linear", "epochs": 1, "train_size": 200, "test_size": 100}
+    results = lab.compare(
+        ["none"], out=tmp_path / "a", measure=["clean"], seeds=2, batch_size=[50, 100], **small
+    )
+    assert [row.n for row in results.table("clean")] == [2, 2]
+    results.show()
+    shown = capsys.readouterr().out
+    assert "batch size 100" in shown and f"{results.table('clean')[0].mean:.1f}" in shown
+    page = results.report(tmp_path / "page.html")
+    assert "<html" in page.read_text()
+    with pytest.raises(LabError, match="no folder"):
+        replace(results, study=replace(results.study, folder=None)).report()
+
+
+def test_the_default_folder_is_one_for_each_setting():
+    def folder(**settings):
+        norms, seeds = settings.pop("norms", ["none"]), settings.pop("seeds", 1)
+        return make_study(norms, seeds, ["clean"], None, settings).folder
+
+    assert folder() == folder(norms=["batch", "none"], seeds=3)
+    assert (
+        len(
+            {
+                folder(),
+                folder(epochs=9),
+                folder(batch_size=[1, 2]),
+                folder(batch_size=[1, 3]),
+                folder(data="digits"),
+            }
+        )
+        == 5
+    )
+    assert folder().parts[0] == "runs" and default_folder(DEFAULT) == folder()
+
+
+def test_one_run_in_a_folder_of_its_own(tmp_path):
+    run = lab.train(replace(TINY, norm="switchable"), tmp_path / "run", measure=["clean"])
+    assert [r["measurement"] for r in run.records] == ["clean"] and len(run.history) == 2
+    again = lab.train(
+        replace(TINY, norm="switchable"), tmp_path / "run", measure=["clean"], progress=Forbidden()
+    )
+    assert again == run
+    with pytest.raises(LabError, match=r"lr was 0\.1 and is 0\.5 now"):
+        lab.train(replace(TINY, norm="switchable", lr=0.5), tmp_path / "run")
+    assert read_results(tmp_path / "run").runs == [run]
+
+
+def test_models_come_back_from_checkpoints(finished, tmp_path):
+    run = finished.runs[2]
+    data = study_module.load_data(run.settings)
+    for path in (run.folder, run.folder / "best.safetensors", run.folder / "last.safetensors"):
+        model, settings = lab.load_model(path)
+        assert settings == run.settings and not model.training
+        assert lab.accuracy(model, data.test.x, data.test.y) == pytest.approx(run.records[0]["accuracy"])
+    with pytest.raises(LabError, match="no checkpoint"):
+        lab.load_model(tmp_path)
+    foreign = lab.save_checkpoint(tmp_path / "a.safetensors", {"w": torch.ones(1)}, {})
+    with pytest.raises(LabError, match="does not say of which network"):
+        lab.load_model(foreign)
+    tensors, meta = lab.load_checkpoint(run.folder / "best.safetensors")
+    meta["settings"]["width"] = 9
+    other = lab.save_checkpoint(tmp_path / "b.safetensors", tensors, meta)
+    with pytest.raises(LabError, match=r"weights of another model: .* of another shape"):
+        lab.load_model(other)
+
+
+def test_averaged_weights_are_the_ones_that_come_back(tmp_path):
+    run = lab.train(replace(TINY, norm="batch", ema=0.9), tmp_path, measure=["clean"])
+    data = study_module.load_data(run.settings)
+    for name in ("best", "last"):
+        model, _ = lab.load_model(tmp_path / f"{name}.safetensors")
+        assert lab.accuracy(model, data.test.x, data.test.y) == pytest.approx(run.history[-1]["accuracy"])
+
+
+def test_a_device_that_is_not_there_is_a_sentence():
+    assert study_module.pick_device("cpu").type == "cpu"
+    for name in ("cuda:99", "toaster"):
+        with pytest.raises(LabError, match=f"device '{name}' cannot be used"):
+            study_module.pick_device(name)
+
+
+def test_importing_the_lab_needs_torch_only():
+    program = """
+import sys
+from normlab import lab
+lab.Settings, lab.LabError, lab.Study, lab.fit, lab.run_study
+heavy = {"typer", "rich", "matplotlib", "jinja2", "sklearn", "mlxtend", "torchvision", "timm", "safetensors"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert set(lab.__all__) <= set(dir(lab)) and all(hasattr(lab, n) for n in lab.__all__)
+try:
+    lab.nothing
+except AttributeError:
+    pass
+else:
+    sys.exit("no error")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
