@@ -184,7 +184,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         known = dict(attrs)
-        self.ids += [known["id"]] if known.get("id") else []
+        self.ids += [v for k, v in attrs if k == "id" and v]
         self.addresses += [
             v for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "action", "data") and v
         ]
@@ -644,6 +644,10 @@ def test_dark_where_the_reader_prefers_it(everything: Path, tmp_path: Path) -> N
 
 @in_browser
 def test_it_prints(everything: Path, tmp_path: Path) -> None:
+    on_paper = tmp_path / "paper.html"  # A4 between the margins is 695 pixels wide
+    on_paper.write_text(everything.read_text().replace("@media print", "@media all"))
+    found = measured(on_paper, tmp_path, width=695)
+    assert found["width"] <= 695 and found["outside"] == []
     browse(everything, "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'page.pdf'}")
     pdf = (tmp_path / "page.pdf").read_bytes()
     assert pdf.startswith(b"%PDF") and 4 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 14

@@ -186,7 +186,7 @@ def lines(
     labels = [line.label for line in found]
     named = direct(labels)
     figure = new(235)
-    axes = place(figure, 38, 40, 12 + (5.9 * max(map(len, labels)) if named else 0), 24)
+    axes = place(figure, 38, 40, 12 + (6.5 * max(map(len, labels)) if named else 0), 24)
     for line in found:
         mean = [c.mean for c in line.cells]
         error = [c.error or 0 for c in line.cells]
@@ -325,7 +325,7 @@ def overview(found: Sequence[Course], looks: Mapping[str, Look], quantity: str) 
     shown = [c for c in found if quantity in c.lines]
     named = direct([c.label for c in shown])
     figure = new(235)
-    axes = place(figure, 38, 40, 12 + (5.9 * max(len(c.label) for c in shown) if named else 0), 24)
+    axes = place(figure, 38, 40, 12 + (6.5 * max(len(c.label) for c in shown) if named else 0), 24)
     ends = [(c.label, looks[c.label], [], draw_seeds(axes, c.lines[quantity], looks[c.label], dash(looks[c.label]),
                                                      faint=len(shown) <= 8)) for c in shown]  # fmt: skip
     axes.set_xlabel("epoch")
