@@ -201,9 +201,8 @@ def test_inspect_networks_and_checkpoints(normlab, trained):
 def test_bench_gives_ratios(normlab, monkeypatch):
     from normlab.lab import bench
 
-    monkeypatch.setattr(
-        bench.time_layers, "__kwdefaults__", {**bench.time_layers.__kwdefaults__, "shapes": [(2, 8, 4, 4)]}
-    )
+    defaults = bench.time_layers.__kwdefaults__ or {}
+    monkeypatch.setattr(bench.time_layers, "__kwdefaults__", {**defaults, "shapes": [(2, 8, 4, 4)]})
     code, out, err = normlab("bench", "--norms", "torch,sn", "--rounds", "3")
     assert code == 0, err
     rows = [line.split() for line in out.splitlines()[2:]]

@@ -399,7 +399,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """An interruption is ours to word: the parser would end the process before :func:`~normlab.lab.cli.main` sees it."""
+    """An interruption is worded by :func:`normlab.lab.cli.main`; the parser would end the process before."""
 
     @wraps(command)
     def run(*args: Any, **given: Any) -> None:
