@@ -567,7 +567,7 @@ MEASURE = """<script>addEventListener('load', () => {
   const width = document.documentElement.scrollWidth, outside = all('body *').filter(e => {
     const box = e.getBoundingClientRect();
     return !e.closest('.box, pre, .hidden') && (box.right > innerWidth + 0.5 || box.left < -0.5);
-  }).map(e => e.tagName + '.' + e.className);
+  }).map(e => e.tagName + ' ' + e.textContent.trim().slice(0, 40));
   const buttons = all('#headline th button'), order = [first()];
   if (buttons.length) { buttons[1].click(); order.push(first()); buttons[1].click(); order.push(first()); }
   const drawn = all('svg').filter(s => s.getBoundingClientRect().width > 5 && s.getBBox().width > 0);

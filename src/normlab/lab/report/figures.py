@@ -413,8 +413,8 @@ def heat_map(
 ) -> str:
     """A Fourier heat map, zero frequency in the centre."""
     h, w = len(values), len(values[0])
-    figure = new(220, 210)
-    axes = place(figure, 34, 34, 6, 6)
+    figure = new(220, 218)
+    axes = place(figure, 42, 34, 6, 6)
     half_w, half_h = w // 2, h // 2
     axes.imshow(values, cmap=SCALE, vmin=scale[0], vmax=scale[1], interpolation="none", aspect="auto",
                 extent=(-half_w - 0.5, w - half_w - 0.5, h - half_h - 0.5, -half_h - 0.5))  # fmt: skip
