@@ -6,8 +6,8 @@ A measurement is a text, so that a command line, a settings file and a notebook 
 
 What a text leaves open is taken from :func:`budget`. A result is a dict that JSON can hold; accuracies are in per cent.
 
-The model is given pixels in [0, 1]. It is left as found, and what is measured is the branch that is routed where
-:func:`measure` is called, or the one that the text names (``clean(branch=aux)``).
+The model is given pixels in [0, 1] and left as found. Of a model with branches, what is measured is the one that the
+text names (``clean(branch=aux)``), else the one that is routed where :func:`measure` is called, else the first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from .._text import nearest
+from ..routing import current
 from .attacks import Ball, shown
 from .errors import LabError
 from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions
@@ -103,12 +104,9 @@ class Measurement:
         entry, arguments, given = MEASUREMENTS[self.kind], self.arguments(data), dict(self.given)
         if "n" in given:
             data = data.subset(test=min(given["n"], len(data.test.y)))
-        _check_classes(model, data)
-        subject_model, branch = model, cast(AbstractContextManager[Any], nullcontext())
-        if "mix" in given:
-            subject_model = predict_with(model, weight=given["mix"])
-        elif "branch" in given:
-            branch = routed(model, given["branch"])
+        branch = _branch(model, given)
+        scope: AbstractContextManager[Any] = nullcontext() if branch is None else routed(model, branch)
+        subject_model = predict_with(model, weight=given["mix"]) if "mix" in given else model
         done = 0
 
         def step() -> None:
@@ -122,7 +120,8 @@ class Measurement:
         )
         total = subject.batches() * entry.points(arguments)
         start = time.perf_counter()
-        with branch:
+        with scope:
+            _check_classes(subject_model, data)
             result = entry.run(subject, arguments)
         return {
             "measurement": self.name,
@@ -131,6 +130,7 @@ class Measurement:
             "n": len(data.test.y),
             "arguments": {k: _plain(v) for k, v in arguments.items()},
             "seed": seed,
+            **({} if branch is None else {"branch": branch}),
             **result,
             "seconds": round(time.perf_counter() - start, 3),
         }
@@ -138,13 +138,17 @@ class Measurement:
 
 def _plain(value: Any) -> Any:
     """As JSON has it."""
-    return (
-        list(value)
-        if type(value) is tuple
-        else value
-        if isinstance(value, (bool, int, float))
-        else str(value)
-    )
+    if type(value) is tuple:
+        return list(value)
+    return value if isinstance(value, (bool, int, float)) else str(value)
+
+
+def _branch(model: nn.Module, given: Arguments) -> str | None:
+    """The branch to route: the one asked for, or the first where the model has branches and none is routed."""
+    if "branch" in given or "mix" in given:
+        return given.get("branch")
+    separated = (m for m in model.modules() if "branch" in getattr(m, "wants", ()))
+    return next((cast(Any, m).branches[0] for m in separated if current(m).branch is None), None)
 
 
 def _check_classes(model: nn.Module, data: Data) -> None:
@@ -183,9 +187,7 @@ def measure(
     if mean is not None and std is not None:
         from .models import Classifier, Standardize
 
-        mode = model.training
         model = Classifier(Standardize(mean, std).to(device_of(model)), model)
-        model.train(mode)
     options: dict[str, Any] = {"device": device, "seed": seed, "batch_size": batch_size, "progress": progress}
     return [m.run(model, data, **options) for m in asked]
 

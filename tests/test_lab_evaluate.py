@@ -1,0 +1,516 @@
+"""Measurements: values against what is computed by hand, texts, and a model that is left as found."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import normlab
+from normlab.lab import corruptions
+from normlab.lab.attacks import bim, pgd
+from normlab.lab.data import Data, Images, load, pixels, resize
+from normlab.lab.errors import LabError
+from normlab.lab.evaluate import (
+    MEASUREMENTS,
+    Measurement,
+    accuracy,
+    affinity,
+    budget,
+    measure,
+    parse,
+    parse_list,
+    predict_with,
+    predictions,
+    transfer,
+)
+from normlab.lab.measurements import GREY, NATURAL
+from normlab.lab.models import Classifier, Standardize, build
+from normlab.lab.seeds import generator
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return load("digits").subset(test=120)
+
+
+@pytest.fixture(scope="module")
+def model(data: Data) -> Classifier:
+    """Trained for a moment, so that accuracies are neither 10 nor 100 per cent."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), normlab.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
+                        nn.Linear(8 * 64, 10))  # fmt: skip
+    found = Classifier(Standardize(data.mean, data.std), net)
+    optimizer = torch.optim.Adam(found.parameters(), 3e-3)
+    x = pixels(data.train.x)
+    for batch in torch.randperm(len(x)).split(50):
+        optimizer.zero_grad()
+        F.cross_entropy(found(x[batch]), data.train.y[batch]).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return found.eval()
+
+
+def colours(n: int = 40, classes: int = 5, **options: Any) -> Data:
+    """Random images of three channels, for what needs no training."""
+    g = torch.Generator().manual_seed(0)
+    images = Images(
+        torch.randint(0, 256, (n, 3, 12, 12), generator=g, dtype=torch.uint8), torch.arange(n) % classes
+    )
+    names = tuple("abcdefghij"[:classes])
+    return Data("colours", images, images, names, (0.5, 0.4, 0.3), (0.25, 0.2, 0.1), **options)
+
+
+def coloured(data: Data, norm: Callable[[int], nn.Module] = normlab.BatchNorm2d) -> Classifier:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, len(data.classes))
+    )
+    return Classifier(Standardize(data.mean, data.std), net).eval()
+
+
+def right(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    with torch.no_grad():
+        return 100 * (model(x).argmax(1) == y).sum().item() / len(y)
+
+
+def inputs_of(model: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """All images that the model was shown, after the look at its outputs."""
+    seen: list[Tensor] = []
+    handle = model.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    run()
+    handle.remove()
+    return torch.cat(seen[1:])
+
+
+# Predictions ---------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_is_the_share_of_right_predictions(model: Classifier, data: Data) -> None:
+    x, y = data.test
+    want = right(model, pixels(x), y)
+    assert 50 < want < 100
+    for size in (None, 7, 1000):
+        assert accuracy(model, x, y, size) == want  # uint8
+        assert accuracy(model, pixels(x), y, size) == want
+    logits = predictions(model, x, batch_size=50)
+    torch.testing.assert_close(logits, model(pixels(x)).detach())
+    second = logits.topk(2, 1).indices
+    assert accuracy(model, x, y, top=2) == 100 * (second == y[:, None]).any(1).sum().item() / len(y) > want
+    assert accuracy(model, x, y, top=99) == 100
+
+
+def test_a_transferred_attack_is_made_on_the_source(model: Classifier, data: Data) -> None:
+    x, y = data.test
+    other = Classifier(model.standardize, nn.Sequential(nn.Flatten(), nn.Linear(64, 10))).eval()
+    attack = bim(0.3, units="standardised", steps=3)
+    made = attack(model, pixels(x), y)
+    assert transfer(model, other, attack, x, y) == right(other, made, y)
+    assert transfer(model, model, attack, x, y) == right(model, made, y) < accuracy(model, x, y)
+
+
+def test_affinity_is_the_accuracy_lost_to_an_augmentation(model: Classifier, data: Data) -> None:
+    x, y = data.test
+    want = right(model, pixels(x).flip(3), y) - right(model, pixels(x), y)
+    assert want < -10
+    assert affinity(model, data, lambda x, g: x.flip(3)) == pytest.approx(want)
+    moved = replace(data, crop=2)
+    (record,) = measure(model, moved, ["affinity"])
+    assert record["scalars"]["affinity"] == pytest.approx(affinity(model, moved))
+    assert record["scalars"]["affinity"] == pytest.approx(record["accuracy"] - accuracy(model, x, y))
+    assert record["scalars"]["affinity"] < -10
+    with pytest.raises(LabError, match="neither cropped nor mirrored"):
+        measure(model, data, ["affinity"])
+
+
+def two_branches(data: Data) -> Classifier:
+    model = coloured(data, lambda c: normlab.AuxiliaryBatchNorm2d(c, branches=("main", "aux")))
+    with torch.no_grad():
+        for p in model.net[1].parameters():  # type: ignore[index]
+            p.copy_(torch.randn_like(p))
+        model.net[1].running_mean.normal_()  # type: ignore[index]
+    return model
+
+
+def branch_logits(model: nn.Module, x: Tensor, branch: str) -> Tensor:
+    with torch.no_grad(), normlab.route(model, branch=branch):
+        return model(x)
+
+
+def test_prediction_under_interpolation_of_branches() -> None:
+    data = colours()
+    model, x = two_branches(data), pixels(data.test.x)
+    main, aux = (branch_logits(model, x, b) for b in ("main", "aux"))
+    for weight in (0.0, 0.3, 1.0):
+        mixed = predict_with(model, weight=weight)
+        want = (1 - weight) * main.softmax(1) + weight * aux.softmax(1)
+        torch.testing.assert_close(mixed(x).exp(), want)
+        torch.testing.assert_close(mixed(x).softmax(1), want)  # logits like any other
+        flat = predict_with(model, weight=weight, of="logits")
+        torch.testing.assert_close(flat(x), (1 - weight) * main + weight * aux)
+    half = predict_with(model, weight=0.5)
+    assert not torch.equal(half(x).argmax(1), predict_with(model, weight=0.5, of="logits")(x).argmax(1))
+    # The mixture is what is measured and attacked.
+    (clean, attacked) = measure(model, data, ["clean(mix=0.5)", "bim(mix=0.5, eps=0.1, units=pixels)"])
+    assert clean["accuracy"] == right(half, x, data.test.y)
+    made = bim(0.1, units="pixels")(half, x, data.test.y)
+    assert attacked["accuracy"] == right(half, made, data.test.y) < clean["accuracy"]
+
+
+def test_the_branch_that_is_evaluated_is_the_branch_that_is_attacked() -> None:
+    data = colours()
+    model, (x, y) = two_branches(data), data.test
+    x = pixels(x)
+    want = {}
+    for branch in ("main", "aux"):
+        with normlab.route(model, branch=branch):
+            want[branch] = right(model, bim(0.03, units="standardised")(model, x, y), y)
+    assert want["main"] != want["aux"]
+    for branch in want:
+        (named,) = measure(model, data, [f"bim(branch={branch})"])
+        with normlab.route(model, branch=branch):
+            (routed,) = measure(model, data, ["bim"])
+        assert named["accuracy"] == routed["accuracy"] == want[branch]
+    (first,) = measure(model, data, ["bim"])
+    assert first["accuracy"] == want["main"] and first["branch"] == "main"
+    with pytest.raises(LabError, match="there is no branch 'axu'; did you mean 'aux'"):
+        measure(model, data, ["clean(branch=axu)"])
+    with pytest.raises(LabError, match="has no separated layer"):
+        measure(coloured(data), data, ["clean(mix=0.5)"])
+
+
+# What is measured ----------------------------------------------------------------------------------------------
+
+
+def test_noise_is_in_standardised_units_and_not_clipped() -> None:
+    data = replace(colours(200), mean=(0.1, 0.1, 0.1))
+    model = coloured(data)
+    seen = inputs_of(model, lambda: measure(model, data, ["noise(0.5, samples=0)"]))
+    noise = seen - pixels(data.test.x)
+    torch.testing.assert_close(noise.std((0, 2, 3)), 0.5 * torch.tensor(data.std), rtol=0.02, atol=0)
+    assert noise.mean().abs() < 0.005 and seen.min() < 0 and seen.max() > 1
+    seen = inputs_of(
+        model, lambda: measure(model, data, ["noise(0.1, units=pixels, clipped=true, samples=0)"])
+    )
+    assert seen.min() == 0 and seen.max() == 1
+    inner = (pixels(data.test.x) - 0.5).abs() < 0.05  # five deviations from either end
+    assert (seen - pixels(data.test.x))[inner].std().item() == pytest.approx(0.1, rel=0.05)
+
+
+def test_noise_can_be_drawn_at_the_size_before_enlarging() -> None:
+    data = colours()
+    model = coloured(data)
+    seen = inputs_of(model, lambda: measure(model, data, ["noise(1, at=4, samples=0)"]))
+    noise = seen - pixels(data.test.x)
+    torch.testing.assert_close(noise, resize(noise[..., 1::3, 1::3], 12), atol=1e-6, rtol=0)
+    assert noise[..., ::3, ::3].std((0, 2, 3))[0].item() == pytest.approx(0.25, rel=0.1)
+
+
+def test_seeds_decide_the_noise(model: Classifier, data: Data) -> None:
+    first, again, other = (measure(model, data, ["noise(3)"], seed=s)[0] for s in (0, 0, 1))
+    assert first["accuracy"] == again["accuracy"] and first["samples"] == again["samples"]
+    assert first["samples"]["after"] != other["samples"]["after"]
+
+
+@pytest.mark.parametrize(
+    ("curve", "point", "sizes"),
+    [
+        ("noise-curve(std=[0, 1, 4])", "noise(std={})", [0, 1, 4]),
+        (
+            "bim-curve(eps=[0, 0.2, 0.6], steps=4, step=eps/2)",
+            "bim(eps={}, steps=4, step=eps/2)",
+            [0, 0.2, 0.6],
+        ),
+        (
+            "pgd-l2-curve(eps=[0.5, 1], units=pixels, steps=3)",
+            "pgd-l2(eps={}, units=pixels, steps=3)",
+            [0.5, 1],
+        ),
+        (
+            "fgsm-curve(eps=[16/255, 64/255], units=pixels)",
+            "fgsm(eps={}, units=pixels)",
+            [16 / 255, 64 / 255],
+        ),
+    ],
+)
+def test_a_curve_is_its_points(
+    model: Classifier, data: Data, curve: str, point: str, sizes: list[float]
+) -> None:
+    (record,) = measure(model, data, [curve])
+    points = [measure(model, data, [point.format(s)])[0]["accuracy"] for s in sizes]
+    assert record["curve"]["x"] == sizes
+    assert record["curve"]["y"] == points
+    assert points[0] > points[-1]
+    assert record["accuracy"] == pytest.approx(sum(points) / len(points))
+    assert ("pixels" if "pixels" in curve else "standardised") in record["curve"]["x_label"]
+
+
+def test_attacks_are_those_of_the_attacks(model: Classifier, data: Data) -> None:
+    x, y = pixels(data.test.x), data.test.y
+    (record,) = measure(
+        model, data, ["pgd(eps=24/255, units=pixels, steps=3, restarts=2)"], seed=3, batch_size=120
+    )
+    attack = pgd(24 / 255, units="pixels", steps=3, restarts=2)
+    made = attack(model, x, y, generator=generator(3, "attack"))
+    assert record["accuracy"] == right(model, made, y) < accuracy(model, x, y)
+    assert record["title"] == attack.name
+    # Default step and the published code's, ten times in eps.
+    (record,) = measure(model, data, ["bim(eps=0.4, steps=5, step=eps/10, clip=2)"])
+    made = bim(0.4, units="standardised", steps=5, step=0.04, clip=2)(model, x, y)
+    assert record["accuracy"] == right(model, made, y)
+    assert record["arguments"]["step"] == "eps/10"
+
+
+def test_targets(model: Classifier, data: Data) -> None:
+    x, y = pixels(data.test.x), data.test.y
+    least = predictions(model, x).argmin(1)
+    for text, aim in (("next", (y + 1) % 10), ("least-likely", least), ("3", torch.full_like(y, 3))):
+        (record,) = measure(model, data, [f"bim(eps=0.8, steps=3, target={text})"])
+        made = bim(0.8, units="standardised", steps=3, targeted=True)(model, x, aim)
+        assert record["accuracy"] == right(model, made, y)
+
+
+def test_corruptions_by_name_and_severity(model: Classifier, data: Data) -> None:
+    (record,) = measure(
+        model, data, ["corruptions(names=[gaussian_noise, contrast], severities=[1, 5])"], seed=2
+    )
+    for name, row in record["corruptions"].items():
+        for severity, found in zip((1, 5), row, strict=True):
+            draw = generator(2, "corruption", name, severity)
+            parts = pixels(data.test.x).split(100)  # the batches of a CPU
+            made = torch.cat([corruptions.corrupt(part, name, severity, seed=draw) for part in parts])
+            assert found == right(model, made, data.test.y)
+    assert record["title"] == "gaussian_noise and contrast, severity 1 and 5"
+    assert record["scalars"] == {}
+
+
+def test_summaries_of_corruptions() -> None:
+    """uCE over 15, mean error over 19, and AlexNet's CE, from the accuracies of the record."""
+    data = colours(12, classes=3)
+    (record,) = measure(coloured(data), data, ["corruptions(samples=2)"])
+    table = record["corruptions"]
+    assert len(table) == 19 and all(len(row) == 5 for row in table.values())
+    error = {name.partition(" (")[0]: 100 - sum(row) / 5 for name, row in table.items()}
+    fifteen = [error[name] for name in corruptions.COMMON]
+    ce = [100 * error[name] / corruptions.ALEXNET[name] for name in corruptions.COMMON]
+    assert record["scalars"]["uCE over 15"] == pytest.approx(sum(fifteen) / 15)
+    assert record["scalars"]["mCE over 15 against AlexNet"] == pytest.approx(sum(ce) / 15)
+    assert record["scalars"]["mean error over 19"] == pytest.approx(sum(error.values()) / 19)
+    assert record["accuracy"] == pytest.approx(100 - sum(error.values()) / 19)
+    assert record["title"] == "19 corruptions, severity 1 to 5"
+
+
+def test_samples_are_the_images_before_and_after(model: Classifier, data: Data) -> None:
+    (record,) = measure(model, data, ["bim(eps=0.6, samples=4)"])
+    found = record["samples"]
+    shape = found["shape"]
+    assert shape == [4, 1, 8, 8]
+    before, after = (
+        torch.frombuffer(bytearray(base64.b64decode(found[k])), dtype=torch.uint8).view(shape)
+        for k in ("before", "after")
+    )
+    index = [data.test.y.tolist().index(c) for c in range(4)]  # the first of each of the first classes
+    assert found["index"] == index and torch.equal(before, data.test.x[index])
+    assert found["label"] == list(data.classes[:4])
+    x, y = pixels(data.test.x), data.test.y
+    made = bim(0.6, units="standardised")(model, x, y)[index]
+    assert torch.equal(after, (made * 255).round().byte())
+    assert found["before_class"] == [data.classes[k] for k in predictions(model, x[index]).argmax(1)]
+    assert found["after_class"] == [data.classes[k] for k in predictions(model, made).argmax(1)]
+    assert found["before_class"] != found["after_class"]
+
+
+def test_fewer_images_and_more_guesses(model: Classifier, data: Data) -> None:
+    (record,) = measure(model, data, ["clean(n=50, top=3)"])
+    part = data.subset(test=50).test
+    assert record["n"] == 50 and record["accuracy"] == accuracy(model, part.x, part.y, top=3)
+    assert record["title"] == "clean top-3 n=50"
+
+
+def test_records_are_json_and_progress_is_told(model: Classifier, data: Data) -> None:
+    told: list[tuple[str, int, int]] = []
+    texts = ["clean", "noise-curve(std=[0, 1])", "bim(steps=1, step=eps/2)"]
+    records = measure(model, data, texts, batch_size=50, progress=lambda *words: told.append(words))
+    assert json.loads(json.dumps(records)) == records
+    assert [r["measurement"] for r in records] == [parse(t).name for t in texts]
+    assert all(r["n"] == 120 and r["seconds"] >= 0 and 0 <= r["accuracy"] <= 100 for r in records)
+    for text, batches in zip(texts, (3, 6, 3), strict=True):
+        name = parse(text).name
+        assert [t for t in told if t[0] == name] == [(name, i + 1, batches) for i in range(batches)]
+
+
+def test_a_network_of_ones_own(model: Classifier, data: Data) -> None:
+    """That expects standardised images, or that standardises in a way the lab does not see."""
+    texts = ["clean", "noise", "bim", "bim(eps=0.4, clip=2)"]
+    want = [r["accuracy"] for r in measure(model, data, texts)]
+    model.net[1].train()  # type: ignore[index] - one part in another mode than the whole
+    own = measure(model.net, data, texts, mean=data.mean, std=data.std)
+    assert [r["accuracy"] for r in own] == want
+    assert [m.training for m in model.net.modules()] == [False, False, True, False, False, False]
+    model.net.eval()
+    inside = measure(nn.Sequential(model.standardize, model.net), data, texts)  # units are those of the data
+    assert [r["accuracy"] for r in inside] == want
+
+
+@pytest.mark.parametrize("data_kind", ["grey", "colour"])
+def test_defaults_suit_the_data(data: Data, data_kind: str) -> None:
+    own = data if data_kind == "grey" else colours()
+    assert budget(own) is (GREY if data_kind == "grey" else NATURAL)
+    titles = {k: Measurement(k).title(own) for k in ("noise", "bim", "pgd", "bim-l2", "fgsm")}
+    assert (
+        titles
+        == {
+            "grey": {
+                "noise": "noise std=1 standardised",
+                "bim": "bim-linf eps=0.5 standardised steps=20",
+                "pgd": "pgd-linf eps=0.5 standardised steps=20",
+                "bim-l2": "bim-l2 eps=1.6 standardised steps=20",  # 0.2 sqrt(64)
+                "fgsm": "fgsm-linf eps=0.5 standardised",
+            },
+            "colour": {
+                "noise": "noise std=0.25 standardised",
+                "bim": "bim-linf eps=0.03 standardised steps=20",
+                "pgd": "pgd-linf eps=0.03 standardised steps=20",
+                "bim-l2": "bim-l2 eps=0.6235 standardised steps=20",  # 0.03 sqrt(432)
+                "fgsm": "fgsm-linf eps=0.03 standardised",
+            },
+        }[data_kind]
+    )
+
+
+# The model is left as found ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["batch", "torch", "switchable", "batch_renorm", "none"])
+def test_every_measurement_leaves_the_model_as_found(norm: str) -> None:
+    data = replace(colours(20), flip=True, crop=2)
+    model = build("small", data, norm, seed=0)
+    model.train()
+    list(model.modules())[2].eval()
+    wanted = list(model.parameters())
+    wanted[0].requires_grad_(False)
+    wanted[1].grad = torch.ones_like(wanted[1])
+    modes = [m.training for m in model.modules()]
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    few = {"corruptions": "corruptions(names=[fog], severities=[3])", "fourier": "fourier(n=4)"}
+    few |= {k: f"{k}(steps=2)" for k in MEASUREMENTS if k.startswith(("bim", "pgd"))}
+    skipped = ("fourier", "low-pass") if not _has_fourier() else ()
+    texts = [few.get(k, k) for k in MEASUREMENTS if k not in skipped and not k.endswith("l2-curve")]
+    measure(model, data, texts)
+    assert [m.training for m in model.modules()] == modes
+    after = model.state_dict()
+    assert all(torch.equal(v, after[k]) for k, v in before.items())
+    assert [p.requires_grad for p in model.parameters()] == [i > 0 for i in range(len(wanted))]
+    assert [p.grad is None for p in model.parameters()] == [i != 1 for i in range(len(wanted))]
+    assert wanted[1].grad is not None and (wanted[1].grad == 1).all()
+
+
+def _has_fourier() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("normlab.lab.fourier") is not None
+
+
+# Texts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (" clean ", "clean"),
+        ("clean()", "clean"),
+        ("noise(0.5)", "noise(std=0.5)"),
+        ("noise( std = 1/2 )", "noise(std=0.5)"),
+        ("pgd(steps=20, units=pixels, eps=8/255)", "pgd(eps=8/255, units=pixels, steps=20)"),
+        ("bim(0.03, step=eps/10)", "bim(eps=0.03, step=eps/10)"),
+        ("bim(eps=3e-2, step=0.0030)", "bim(eps=0.03, step=0.003)"),
+        ("bim-curve([0.01,0.03])", "bim-curve(eps=[0.01, 0.03])"),
+        ("noise-curve(std=1)", "noise-curve(std=[1])"),
+        ("corruptions(severity=3, names=fog)", "corruptions(names=[fog], severities=[3])"),
+        ("corruptions(names=common, n=100)", "corruptions(names=[common], n=100)"),
+        ("pgd(random_start=False, target=least-likely)", "pgd(random_start=false, target=least-likely)"),
+        ("clean(mix=1/2, top=5)", "clean(top=5, mix=0.5)"),
+    ],
+)
+def test_one_measurement_has_one_name(text: str, name: str) -> None:
+    assert parse(text).name == name
+    assert parse(name) == parse(text)
+
+
+def test_every_measurement_is_named_and_described() -> None:
+    for name, kind in MEASUREMENTS.items():
+        assert parse(name).name == name
+        assert kind.about
+
+
+def test_several_in_one_text() -> None:
+    found = parse_list("clean, pgd(eps=8/255, units=pixels),bim-curve(eps=[0.1, 0.2])")
+    assert [m.name for m in found] == ["clean", "pgd(eps=8/255, units=pixels)", "bim-curve(eps=[0.1, 0.2])"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("claen", "there is no measurement 'claen'; did you mean 'clean'?"),
+        ("pdg(eps=1)", "did you mean 'pgd'?"),
+        ("pgd(epsilon=0.1)", "pgd takes no argument 'epsilon'; did you mean 'eps'?"),
+        ("pgd(eps=0.1", "lacks its closing bracket"),
+        ("pgd(eps=-0.1)", "-0.1 is out of range; expected a number of 0 or more"),
+        ("pgd(eps=8, units=pixels)", "for 8 grey levels of 255 write 8/255"),
+        ("pgd(eps=8/255)", "looks like pixels; add units=pixels, or units=standardised"),
+        ("pgd(eps=inf)", "is not a finite number"),
+        ("pgd(eps=1/0)", "'1/0' is not a number; expected one such as 0.03 or 8/255"),
+        ("pgd(eps=tiny)", "'tiny' is not a number"),
+        ("pgd(eps=[0.1, 0.2])", "expected one value; for several use pgd-curve"),
+        ("pgd(units=pixel)", "did you mean 'pixels'?"),
+        ("pgd(steps=0)", "0 is out of range; expected a whole number of 1 or more"),
+        ("pgd(steps=2.5)", "2.5 is out of range"),
+        ("bim(restarts=3)", "restarts=3 without random_start=True"),
+        ("pgd(eps=0.1, eps=0.2)", "gives eps twice"),
+        ("pgd(0.1, 20)", "'20' has no name"),
+        ("clean(3)", "'3' has no name"),
+        ("pgd(random_start=maybe)", "'maybe' is not known"),
+        ("corruptions(names=[fgo])", "there is no corruption 'fgo'; did you mean 'fog'?"),
+        ("corruptions(severities=[1, 6])", "6 is out of range; expected a whole number from 1 to 5"),
+        ("corruptions(severities=0)", "0 is out of range"),
+        ("corruptions(severities=[])", "the list is empty"),
+        ("noise(std=-1)", "-1 is out of range"),
+        ("clean(n=0)", "0 is out of range"),
+        ("clean(mix=2)", "2 is out of range; expected a number from 0 to 1"),
+        ("clean(mix=0.5, branch=aux)", "mix and branch exclude each other"),
+    ],
+)
+def test_wrong_texts_are_answered_by_a_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(LabError) as error:
+        parse(text)
+    assert sentence in str(error.value)
+
+
+def test_what_only_the_data_can_tell(model: Classifier, data: Data) -> None:
+    def complaint(text: str, subject: nn.Module = model, own: Data = data, **options: Any) -> str:
+        with pytest.raises(LabError) as error:
+            measure(subject, own, [text], **options)
+        return str(error.value)
+
+    assert "already reaches every image" in complaint("fgsm(eps=9)")  # in standardised units
+    assert "give eps with units=pixels" in complaint("fgsm(units=pixels)")
+    assert "give std with units=pixels" in complaint("noise(units=pixels)")
+    assert "bands 1 to 8" in complaint("low-pass(bands=9)")
+    assert "5 outputs, but digits has 10 classes" in complaint(
+        "clean", nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+    )
+    assert "returns logits [N, K]; Identity returned [16, 1, 8, 8]" in complaint("clean", nn.Identity())
+    assert "call model.to(device) first" in complaint("clean", device="meta")
+    assert "mean and std belong together" in complaint("clean", mean=(0.5,))
+    assert "batch_size=0 is out of range" in complaint("clean", batch_size=0)
+    nothing = replace(data, test=Images(data.test.x[:0], data.test.y[:0]))
+    assert "has no test images" in complaint("clean", own=nothing)
+    with pytest.raises(LabError, match=r"two branches and a weight in \[0, 1\]"):
+        predict_with(model, weight=1.5)
