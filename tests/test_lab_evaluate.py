@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import normlab
-from normlab.lab import corruptions
+from normlab.lab import corruptions, fourier
 from normlab.lab.attacks import bim, pgd
 from normlab.lab.data import Data, Images, load, pixels, resize
 from normlab.lab.errors import LabError
@@ -307,6 +307,22 @@ def test_summaries_of_corruptions() -> None:
     assert record["title"] == "19 corruptions, severity 1 to 5"
 
 
+def test_frequencies(model: Classifier, data: Data) -> None:
+    told: list[tuple[int, int]] = []
+    (heat,) = measure(
+        model, data, ["fourier(size=2, n=60)"], seed=4, progress=lambda name, *now: told.append(now)
+    )
+    want = fourier.heat_map(model, data.subset(test=60), norm=2.0, seed=4)
+    torch.testing.assert_close(torch.tensor(heat["grid"]["values"]), 100 * want)
+    assert heat["accuracy"] == pytest.approx(100 - 100 * want.mean().item(), abs=1e-4)
+    assert want.max() > want.min() and told[-1] == (34, 34)  # of 64, 60 in pairs
+    (curve,) = measure(model, data, ["low-pass(bands=[1, 4, 8])"])
+    assert curve["curve"]["y"] == fourier.low_pass_curve(model, data, [1, 4, 8]).accuracy
+    assert curve["curve"]["y"][-1] == accuracy(model, *data.test) > curve["curve"]["y"][0]
+    (whole,) = measure(model, data, ["low-pass"])
+    assert whole["curve"]["x"] == list(range(1, 9))
+
+
 def test_samples_are_the_images_before_and_after(model: Classifier, data: Data) -> None:
     (record,) = measure(model, data, ["bim(eps=0.6, samples=4)"])
     found = record["samples"]
@@ -401,8 +417,7 @@ def test_every_measurement_leaves_the_model_as_found(norm: str) -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     few = {"corruptions": "corruptions(names=[fog], severities=[3])", "fourier": "fourier(n=4)"}
     few |= {k: f"{k}(steps=2)" for k in MEASUREMENTS if k.startswith(("bim", "pgd"))}
-    skipped = ("fourier", "low-pass") if not _has_fourier() else ()
-    texts = [few.get(k, k) for k in MEASUREMENTS if k not in skipped and not k.endswith("l2-curve")]
+    texts = [few.get(k, k) for k in MEASUREMENTS if not k.endswith("l2-curve")]
     measure(model, data, texts)
     assert [m.training for m in model.modules()] == modes
     after = model.state_dict()
@@ -410,12 +425,6 @@ def test_every_measurement_leaves_the_model_as_found(norm: str) -> None:
     assert [p.requires_grad for p in model.parameters()] == [i > 0 for i in range(len(wanted))]
     assert [p.grad is None for p in model.parameters()] == [i != 1 for i in range(len(wanted))]
     assert wanted[1].grad is not None and (wanted[1].grad == 1).all()
-
-
-def _has_fourier() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("normlab.lab.fourier") is not None
 
 
 # Texts ---------------------------------------------------------------------------------------------------------

@@ -109,14 +109,17 @@ class Measurement:
         subject_model = predict_with(model, weight=given["mix"]) if "mix" in given else model
         done = 0
 
-        def step() -> None:
-            nonlocal done
-            done += 1
+        def tell(done: int, total: int) -> None:
             if progress is not None:
                 progress(self.name, done, total)
 
+        def step() -> None:
+            nonlocal done
+            done += 1
+            tell(done, total)
+
         subject = Subject(
-            subject_model, data, seed, batch_size, given.get("top", 1), given.get("samples", 6), step
+            subject_model, data, seed, batch_size, given.get("top", 1), given.get("samples", 6), step, tell
         )
         total = subject.batches() * entry.points(arguments)
         start = time.perf_counter()

@@ -64,6 +64,7 @@ class Subject:
     top: int
     samples: int
     step: Callable[[], None]  # a batch is done
+    tell: Callable[[int, int], None]  # so many are done, of all
 
     @property
     def std(self) -> Tensor | tuple[float, ...]:
@@ -349,7 +350,12 @@ def _fourier(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     from . import fourier
 
     grid = fourier.heat_map(
-        subject.model, subject.data, norm=arguments["size"], batch_size=subject.batch_size, seed=subject.seed
+        subject.model,
+        subject.data,
+        norm=arguments["size"],
+        batch_size=subject.batch_size,
+        seed=subject.seed,
+        progress=subject.tell,
     )
     error = 100 * grid.double().cpu()
     return {
@@ -370,7 +376,7 @@ def _low_pass(subject: Subject, arguments: Arguments) -> dict[str, Any]:
 
 
 def _open_low_pass(data: Data, given: Arguments) -> Arguments:
-    side = min(data.size)
+    side = max(data.size)
     bands = tuple(given.get("bands", range(1, side + 1)))
     if bad := [b for b in bands if not 1 <= b <= side]:
         raise LabError(f"band {bad[0]} is out of range; images of side {side} have bands 1 to {side}")
