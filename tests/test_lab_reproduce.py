@@ -11,9 +11,11 @@ from torch import nn
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.models import Classifier, Standardize
-from normlab.lab.reproduce import base, figures, grid
+from normlab.lab.reproduce import base, figures, grid, together
 from normlab.lab.reproduce.vulnerability import circles, dimension, imagenet, margin, paper
-from normlab.lab.store import locked
+from normlab.lab.settings import Settings
+from normlab.lab.store import load_checkpoint, locked
+from normlab.lab.study import load_data, train
 
 ENTRIES = reproduce.entries()
 
@@ -262,6 +264,74 @@ def test_full_scale_is_the_papers():
         and table.base.width == 384
         and all(c.settings["lr"] == pytest.approx(1e-5 * c.settings["batch_size"]) for c in table.cases)
     )
+
+
+# --- many networks at once ------------------------------------------------------------------------------------------
+
+
+SMALL_MLP = {
+    "data": "digits", "epochs": 3, "batch_size": 64, "lr": 0.1, "momentum": 0.0, "schedule": "constant",
+    "augment": False, "train_size": 193, "test_size": 50,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "norm", "size"), [("linear", "none", 16), ("mlp", "none", 0), ("mlp", "batch", 16)]
+)
+def test_networks_trained_together_are_those_of_the_loop(model, norm, size, tmp_path):
+    """193 images in batches of 64: the loop leaves the last one out, since one image has no batch statistics."""
+    options = (("widths", "24-12"), ("norm_at", "1")) if model == "mlp" else ()
+    cells = [
+        Settings(**SMALL_MLP, model=model, norm=norm, size=size, options=options, seed=s, weight_decay=w)
+        for s, w in ((0, 0.0), (3, 0.0), (3, 0.05))
+    ]
+    assert together.groups(cells) == [cells]
+    data = load_data(cells[0])
+    homes = [tmp_path / s.name for s in cells]
+    together.train_together(cells, homes, data, device="cpu")
+    for settings, home in zip(cells, homes, strict=True):
+        alone = train(settings, tmp_path / "alone" / settings.name, data=data, measure=["clean"])
+        with pytest.MonkeyPatch.context() as patch:  # the loop takes it for finished
+            patch.setattr("normlab.lab.loop._Trainer.epoch", None)
+            joined = train(settings, home, data=data, measure=["clean"])
+        for a, b in zip(alone.history, joined.history, strict=True):
+            assert a.keys() == b.keys()
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+            assert b["test_loss"] == pytest.approx(a["test_loss"], rel=1e-5)
+        assert joined.records[0]["loss"] == pytest.approx(alone.records[0]["loss"], rel=1e-5)
+        mine, loops = (load_checkpoint(f / "best.safetensors")[0] for f in (home, alone.folder))
+        assert mine.keys() == loops.keys()
+        for name, value in loops.items():  # float32 sums in another order
+            assert torch.allclose(mine[name].double(), value.double(), rtol=1e-4, atol=1e-6), name
+
+
+def test_only_plain_networks_are_trained_together():
+    plain = Settings(**SMALL_MLP, model="mlp", norm="batch")
+    assert together.can_join(plain)
+    for change in (
+        {"momentum": 0.9},
+        {"norm": "group"},
+        {"model": "small"},
+        {"augment": True},
+        {"best": "test"},
+    ):
+        assert not together.can_join(plain.with_(**change))
+    assert len(together.groups([plain, plain.with_(seed=1), plain.with_(lr=0.2)])) == 2
+
+
+def test_grid_takes_up_what_was_trained_together(tmp_path):
+    ctx = base.Context(tmp_path, "smoke", "cpu")
+    cases = [grid.Case(str(w), {"weight_decay": w}) for w in (0.0, 0.1)]
+    asked = grid.Grid(
+        Settings(**SMALL_MLP, model="linear", norm="none"), cases, (grid.Column("clean", "clean"),)
+    )
+    cells = [asked.settings(c, s) for c in cases for s in (0, 1)]
+    with locked(tmp_path / "runs" / cells[0].name):  # left to another process
+        grid._train_groups(ctx, cells, grid._Kept(ctx))
+    trained = {p.name for p in (tmp_path / "runs").iterdir() if (p / "last.safetensors").exists()}
+    assert trained == {s.name for s in cells[1:]}
+    found = grid.run_grid(ctx, asked, (0, 1))
+    assert not found.missing and [len(found.of(c)) for c in cases] == [2, 2]
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

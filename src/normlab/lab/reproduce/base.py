@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import LabError
@@ -124,7 +125,7 @@ def as_text(comparison: Comparison) -> str:
             row += [*paper, _shown(found.mean, found.error) if found else ""]
             counts += [found.n] if found else []
         rows.append([*row, "/".join(map(str, dict.fromkeys(counts)))])
-    return "\n".join(x for x in (comparison.title, table(head, rows), comparison.note) if x)
+    return "\n".join(x for x in (comparison.title, table(head, rows), fill(comparison.note, 110)) if x)
 
 
 def _shown(mean: float | None, error: float | None) -> str:

@@ -8,6 +8,7 @@ work, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import LabError
 from ..report.view import Comparison, ComparisonRow
 from ..settings import NAMES, Settings, parse
-from ..store import Busy
+from ..store import Busy, locked, read_lines
 from .base import Context, compared, remember
 from .figures import Value
 
@@ -122,37 +123,94 @@ def by_seed(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
 
 def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
     """Train and measure every cell that is not there yet."""
+    from ..evaluate import parse as parse_measurement
     from ..study import read_run, train
 
     wanted = {name: parse(name, text) for name, text in _checked(ctx.only).items()}
-    here = [c for c in grid.columns if not c.data]
-    measure = tuple(dict.fromkeys(c.measurement for c in here))
-    cells = Cells(grid, {}, {}, [])
-    for seed in seeds:  # outermost: every case has its first result before any has its second
-        for case in grid.cases:
-            settings = grid.settings(case, seed)
-            home = ctx.folder / "runs" / settings.name
-            chosen = all(getattr(settings, name) == value for name, value in wanted.items())
-            try:
-                if chosen:
-                    run = train(
-                        settings, home, measure=measure, progress=ctx.progress, device=ctx.device, root=ctx.root,
-                        download=ctx.download,
-                    )  # fmt: skip
-                elif (home / "results.jsonl").exists():
-                    run = read_run(home)
-                else:
-                    cells.missing.append(settings.name)
-                    continue
-            except Busy:
-                ctx.say(f"{settings.name} is being computed by another process and is left to it.")
+    measure = tuple(dict.fromkeys(c.measurement for c in grid.columns if not c.data))
+    names = {parse_measurement(m).name for m in measure}
+    cells, data = Cells(grid, {}, {}, []), _Kept(ctx)
+    # Seeds outermost: every case has its first result before any has its second.
+    asked = [(case, grid.settings(case, seed)) for seed in seeds for case in grid.cases]
+    chosen = [s for _, s in asked if all(getattr(s, name) == value for name, value in wanted.items())]
+    todo = {s for s in chosen if not _finished(ctx.folder / "runs" / s.name, s, names)}
+    if ctx.place.startswith("cuda"):
+        _train_groups(ctx, [s for s in chosen if s in todo], data)
+    for case, settings in asked:
+        home = ctx.folder / "runs" / settings.name
+        try:
+            if settings in todo:
+                run = train(
+                    settings,
+                    home,
+                    measure=measure,
+                    progress=ctx.progress,
+                    device=ctx.device,
+                    data=data(settings),
+                )
+            elif (home / "results.jsonl").exists() or settings in chosen:
+                run = read_run(home)
+            else:
                 cells.missing.append(settings.name)
                 continue
-            cells.runs.setdefault(case.label, []).append(run)
-            for column in grid.columns:
-                if column.data:
-                    cells.others[run.name, column.title] = _elsewhere(ctx, run, column)
+        except Busy:
+            ctx.say(f"{settings.name} is being computed by another process and is left to it.")
+            cells.missing.append(settings.name)
+            continue
+        cells.runs.setdefault(case.label, []).append(run)
+        for column in grid.columns:
+            if column.data:
+                cells.others[run.name, column.title] = _elsewhere(ctx, run, column)
     return cells
+
+
+class _Kept:
+    """The data of the last settings that were asked for: neighbours in a grid often share them."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx, self.key, self.data = ctx, None, None
+
+    def __call__(self, settings: Settings) -> Data:
+        from ..study import load_data
+
+        key = settings.data, settings.size, settings.train_size, settings.test_size
+        if self.data is None or key != self.key:
+            self.data = None  # before the next one is there: both might not fit
+            loaded = load_data(settings, root=self.ctx.root, download=self.ctx.download)
+            self.key, self.data = key, loaded.to(self.ctx.place)
+        return self.data
+
+
+def _finished(home: Path, settings: Settings, names: set[str]) -> bool:
+    """Whether a folder has the trained weights and all measurements of these settings."""
+    done = {r["measurement"] for r in read_lines(home / "results.jsonl") if r["digest"] == settings.digest()}
+    trained = (home / "best.safetensors").exists() and len(read_lines(home / "log.jsonl")) >= settings.epochs
+    return trained and names <= done
+
+
+def _train_groups(ctx: Context, cells: Sequence[Settings], data: _Kept) -> None:
+    """Small networks that differ in seed and weight decay are trained at once; the loop then finds them done."""
+    from .together import groups, train_together
+
+    for group in groups(cells):
+        with ExitStack() as held:
+            mine: dict[Settings, Path] = {}
+            for settings in group:
+                home = ctx.folder / "runs" / settings.name
+                with suppress(Busy):
+                    held.enter_context(locked(home))
+                    if not (home / "last.safetensors").exists():
+                        mine[settings] = home
+            if len(mine) > 1:
+                ctx.say(f"{len(mine)} networks at once: {settings_words(group[0])}")
+                first = next(iter(mine))
+                train_together(
+                    list(mine), list(mine.values()), data(first), device=ctx.place, progress=ctx.progress
+                )
+
+
+def settings_words(settings: Settings) -> str:
+    return f"{settings.model}, {settings.norm}, {settings.data} at {settings.size or 'its own size'}"
 
 
 def _checked(only: Mapping[str, str]) -> Mapping[str, str]:
