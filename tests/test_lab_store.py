@@ -208,7 +208,7 @@ def test_names_of_runs_are_fit_for_folders():
         ({"accumulate": 65}, "parts of no image"),
         ({"schedule": "step"}, "needs milestones"),
         ({"milestones": (4, 2)}, "rising"),
-        ({"warmup": 6}, "leaves nothing of 6 epochs"),
+        ({"warmup": 8}, "leaves nothing of 8 epochs"),
         ({"ema": 1.0}, "for ever"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov needs momentum"),
         ({"options": {"a": [1]}}, "options are text"),

@@ -47,7 +47,7 @@ class Settings:
     data: str = _other("mnist5k", help="data set, by name, or folder:PATH")
     seed: int = _number(0, 0, help="first weights, order, augmentation, noise")
     recipe: str = _other("classify", help="what a training step computes")
-    epochs: int = _number(6, 1, help="passes over the training images")
+    epochs: int = _number(8, 1, help="passes over the training images")
     batch_size: int = _number(64, 1, help="images a step")
     accumulate: int = _number(
         1, 1, help="parts that a step's batch is cut into, for memory; statistics are of a part"
