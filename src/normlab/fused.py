@@ -38,8 +38,9 @@ __all__ = [
 
 _COLUMNS = 32  # channels, or statistics of the batch, a program
 _SAMPLES = 32  # samples a program looks at together
-# Bytes of x up to which one launch does everything. Larger inputs gain more from as many programs as each pass likes.
-_WHOLE = 1 << 26
+# Elements of x up to which one launch does everything. The time of larger inputs is the device's, and as many programs
+# as each pass likes serve it better.
+_WHOLE = 1 << 25
 
 
 class Call(NamedTuple):
@@ -182,7 +183,7 @@ class Static:
             kind.own, has_sample, has_batch, kind.mixed, *kind.order, kind.logits, kind.shared, kind.second,
             kind.renorm, kind.act, kind.residual,
         )  # fmt: skip
-        single = summing.second >= shape.s
+        single = not shape.last and summing.second >= shape.s
         forward = (
             *sizes, batch_programs, *splits, *blocks, single, self.reads, self.live, wide, kind.update, *ends, *flags
         )  # fmt: skip
@@ -199,7 +200,7 @@ class Static:
             summing.programs, ceil(2 * rows, BLOCK) if self.parted else 0,
             sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
         )  # fmt: skip
-        self.meet = rows * shape.s * shape.dtype.itemsize <= _WHOLE
+        self.meet = rows * shape.s <= _WHOLE
         self.forward = self._launches(whole_kernels.forward, programs, forward)
         self.backward = self._launches(whole_kernels.backward, back, backward)
         # Nothing but dx is wanted, and no statistic depends on x: no sums are needed. And where dx is not wanted.

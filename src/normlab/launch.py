@@ -223,7 +223,7 @@ def _launch(
     if writes:
         fixed = (*sizes, shape.last, t.first, t.second)
         return Launch(getattr(whole_kernels, name), t.programs, fixed, shape.device)
-    single = (t.second >= shape.s,) if name == "moments" else ()
+    single = (not shape.last and t.second >= shape.s,) if name == "moments" else ()
     fixed = (*sizes, t.splits, shape.last, t.first, t.second, *single, BLOCK, join)
     programs = ceil(shape.rows * (2 if name == "sums" else 1), BLOCK) if join else t.programs
     return Launch(getattr(whole_kernels, name), programs, fixed, shape.device)

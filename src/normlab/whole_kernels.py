@@ -33,6 +33,13 @@ from .kernels import (
 )
 from .pool_kernels import coefficients, coefficients_backward, pool_backward, pool_forward
 
+# Numbers that no address depends on: to compile for each that is one, or a multiple of 16, would be for nothing.
+_ANY = [
+    "N", "sample_cells", "sample_groups", "batch_cells", "batch_groups", "sample_programs", "batch_programs",
+    "affine_programs", "table_programs", "per_split", "splits", "per_split2", "splits2",
+]  # fmt: skip
+_OF_FORWARD = [n for n in _ANY if n not in ("affine_programs", "table_programs")]
+
 
 @triton.jit
 def _meet(counter):
@@ -65,7 +72,7 @@ def _split(work, rows, R, sample_cells, batch_cells, READS: tl.constexpr, RENORM
     return stats, sample, batch_mean, batch_var, renorm, members
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_FORWARD)
 def forward(
     x, y, residual, work, parted, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits,
     running_mean, running_var, batches, counter,
@@ -153,7 +160,7 @@ def forward(
                 apply_rows(p, x, y, residual, work, rows, s, leak, BQ2, BS2, ACT, RES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def backward(
     dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2, segment, label,
     mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean_logits, d_var_logits, counter,
