@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -143,6 +144,8 @@ def measure(
     if not quick:
         plain = Naive(cases["switchable"], cases["switchable"].make(shape[1]).cuda())
         runs["switchable, written naively"] = step_of(plain, x, dy, ())
+        compiled: Any = torch.compile(plain, dynamic=False)
+        runs["switchable, naive and compiled"] = step_of(compiled, x, dy, ())
         if "group" in names:
             to = {"device": "cuda", "dtype": dtype}  # torch's do not mix dtypes
             runs["nn.GroupNorm"] = step_of(nn.GroupNorm(32, shape[1], **to), x, dy, ())
@@ -204,18 +207,21 @@ def resnet_steps() -> list[dict]:
 
     plain = torchvision.models.resnet50
     runs = {"nn.BatchNorm2d": step(plain())}
-    for name in ("batch", "switchable", "group"):
+    for name in ("batch", "switchable"):
         runs[name] = step(normlab.convert(plain(), name, keep=False))
-    times = eager_ms(runs, 7, 5)
+        model = normlab.convert(plain(), name, keep=False).cuda().to(memory_format=torch.channels_last)
+        with torch.autocast("cuda", torch.bfloat16):
+            runs[f"{name}, fused"] = step(normlab.fuse(model, x[:2]))
+    times = eager_ms(runs, 9, 5)
     rows = []
     for name, found in times.items():
         ratio = statistics.median(b / a for a, b in zip(times["nn.BatchNorm2d"], found, strict=True))
         rows.append({"normalizer": name, "shape": "ResNet-50 step", "dtype": "bfloat16 autocast",
                      "layout": "channels_last", "eager_ms": round(statistics.median(found), 2),
+                     "graph_ms": round(gpu_ms(captured(runs[name]), 10), 2),
                      "eager_over_batchnorm2d": round(ratio, 3)})  # fmt: skip
-        print(
-            "{normalizer:28} {shape} {eager_ms} ms ({eager_over_batchnorm2d})".format(**rows[-1]), flush=True
-        )
+        said = "{normalizer:28} {shape} eager {eager_ms} ms ({eager_over_batchnorm2d}) graph {graph_ms}"
+        print(said.format(**rows[-1]), flush=True)
     return rows
 
 
@@ -241,23 +247,23 @@ def main() -> None:
     rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s")
     names = arguments.only.split(",")
-    rows = [
-        row
-        for i in arguments.shapes
-        for dtype in arguments.dtypes.split(",")
-        for layout in arguments.layouts.split(",")
-        for row in measure(
-            SHAPES[i], getattr(torch, dtype), layout == "channels_last", names, rate, arguments.quick
-        )
-    ]
-    if arguments.model:
-        rows += resnet_steps()
     device = machine(
         torch.cuda.get_device_name(),
         arguments.commit,
         copy_tb_per_s=round(rate / 1e12, 2),
         triton=triton.__version__,
     )
+    rows: list[dict] = []
+    for i in arguments.shapes:
+        for dtype in arguments.dtypes.split(","):
+            for layout in arguments.layouts.split(","):
+                last = layout == "channels_last"
+                rows += measure(SHAPES[i], getattr(torch, dtype), last, names, rate, arguments.quick)
+                write(
+                    rows, arguments.out, device
+                )  # what is measured is kept, also where the rest is interrupted
+    if arguments.model:
+        rows += resnet_steps()
     write(rows, arguments.out, device)
 
 

@@ -54,5 +54,39 @@ def write_tables(app: Any) -> None:
                 table.writerow([normalizer.replace("_", " "), *(f"{r:.2f}" for r in ratios)])
 
 
+def draw_bandwidth(app: Any) -> None:
+    """Achieved bandwidth on the GPU against the copy rate, from the same CSV."""
+    import matplotlib.pyplot as plt
+
+    here = Path(app.srcdir)
+    with open(here.parent / "benchmarks" / "gpu.csv", newline="") as f:
+        rows = [r for r in csv.DictReader(f) if r["gb_per_s"]]
+    shown = ("nn.BatchNorm2d", "batch", "switchable", "batch_group", "sandwich", "group", "nn.GroupNorm")
+    shapes = list(dict.fromkeys(r["shape"] for r in rows))
+    picture, axes = plt.subplots(2, 2, figsize=(9, 6), sharex=True, sharey=True, layout="constrained")
+    for ax, (dtype, layout) in zip(
+        axes.flat,
+        [(d, lay) for d in ("float32", "bfloat16") for lay in ("contiguous", "channels_last")],
+        strict=True,
+    ):
+        for name in shown:
+            found = {
+                r["shape"]: float(r["gb_per_s"]) / 1000
+                for r in rows
+                if (r["normalizer"], r["dtype"], r["layout"]) == (name, dtype, layout)
+            }
+            style = "--" if name.startswith("nn.") else "-"
+            ax.plot([found.get(s) for s in shapes], style, marker=".", label=name.replace("_", " "))
+        ax.axhline(float(rows[0]["copy_tb_per_s"]), color="black", lw=1, ls=":")
+        ax.set(title=f"{dtype}, {layout.replace('_', ' ')}", xticks=range(len(shapes)))
+        ax.set_xticklabels(shapes, rotation=35, ha="right", fontsize=7)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("TB/s, eight passes")
+    picture.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8)
+    picture.savefig(here / "generated" / "gpu-bandwidth.svg", metadata={"Date": None})
+    plt.close(picture)
+
+
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_tables)
+    app.connect("builder-inited", draw_bandwidth)
