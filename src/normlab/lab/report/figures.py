@@ -428,6 +428,7 @@ def heat_map(
 
 @wrapped
 def colour_bar(scale: tuple[float, float], label: str) -> str:
+    scale = scale if scale[0] < scale[1] else (scale[0], scale[0] + 1)  # every cell the same
     figure = new(44, 345)
     axes = place(figure, 10, 30, 10, 2)
     axes.imshow(
