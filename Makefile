@@ -1,4 +1,4 @@
-# make compare   train the same small network with and without normalization, print a table
+# make compare   train the same network with five normalizers, attack it, write a page: runs/compare/report.html
 # make test      lint, type check, tests (the docs are built and their examples run)
 # make bench     every script of benchmarks/, each writes its CSV beside it
 # make docs      the HTML documentation, in docs/_build/html
@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 compare: $(STAMP)
-	@$(BIN)/python examples/mnist5k.py
+	@$(BIN)/normlab compare --out runs/compare
 
 # One torch thread for each worker: two workers that each start a thread per core slow each other down.
 test: lint
