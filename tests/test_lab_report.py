@@ -434,6 +434,15 @@ def test_the_page_has_every_section_it_has_something_for(everything: Path, tmp_p
     page = write_report(grid, tmp_path / "grid.html")
     assert "grid" in sections(page) and "Against batch size" in page.read_text()
     assert sections(write_report(None, tmp_path / "nothing.html", title="Figure 1")) == {"result", "repeat"}
+    ours = Comparison("Figure 1", [ComparisonRow("input", "classes left", None, 99.0, 0.5, 2)])
+    page = write_report(
+        None, tmp_path / "beside.html", comparisons=[ours], command="normlab reproduce figure1"
+    )
+    assert sections(page) == {"paper", "repeat"}
+    assert Page(page.read_text()).tables["table 0"] == [
+        ["row", "column", "ours", "n"],
+        ["input", "classes left", "99.0 ± 0.5", "2"],
+    ]
 
 
 def test_the_page_says_how_to_repeat_it(everything: Path) -> None:

@@ -14,7 +14,6 @@ from .palette import look_of_norms
 from .view import (
     Cell,
     Column,
-    Comparison,
     Config,
     Course,
     Curve,
@@ -44,7 +43,7 @@ QUANTITIES = (("train loss", ("train_loss", "loss")), ("test loss", ("test_loss"
               ("train accuracy", ("train_accuracy",)), ("test accuracy", ("test_accuracy", "accuracy")))  # fmt: skip
 
 
-def gather(results: Results | None, comparisons: Sequence[Comparison] = ()) -> View:
+def gather(results: Results | None) -> View:
     """What ``results`` (its ``runs``, each with settings, history and records) has to show."""
     runs = list(results.runs) if results is not None else []
     settings = [run.settings.values() for run in runs]
@@ -65,9 +64,8 @@ def gather(results: Results | None, comparisons: Sequence[Comparison] = ()) -> V
         samples=samples(configs),
         courses=courses(configs),
         importance=importances(configs),
-        grid_lines=grid_lines(configs, axes, columns),
-        grid_maps=grid_maps(configs, axes, columns),
-        comparisons=list(comparisons),
+        grid_lines=grid_lines(configs, axes, [c for c in columns if not c.whole]),
+        grid_maps=grid_maps(configs, axes, [c for c in columns if not c.whole]),
     )
 
 

@@ -69,7 +69,7 @@ def render(
 
     place = count()
     swatch = cache(lambda look, line: draw.swatch(look, line=line))
-    view = gather(results, comparisons)
+    view = gather(results)
     configs = {c.label: c for c in view.configs}
     heat_maps = [heat_map_block(m, safe) for m in view.heat_maps]
     blocks = curve_blocks(view, configs, safe)
@@ -106,6 +106,9 @@ def render(
         "places": places,
         "decimals": decimals,
         "across": across,
+        "configs_of": lambda block: [
+            c for c in view.configs if any(c.label in k.series for k, _ in block.drawings)
+        ],
         "paper": lambda r: number_or_dash(r.paper, r.paper_error),
         "ours": lambda r: show(Cell(r.mean, r.error, r.n), places(r)),
         "uri": lambda data: "data:image/png;base64," + base64.b64encode(data).decode(),
@@ -131,8 +134,9 @@ def style() -> str:
 
 def sections(values: dict[str, Any]) -> list[tuple[str, str]]:
     """What the page has, for its table of contents."""
-    there = [("result", "Result")]
-    if values["comparisons"] or values["pictures"]:
+    beside = values["comparisons"] or values["pictures"]
+    there = [] if beside and not values["view"].configs else [("result", "Result")]
+    if beside:
         there.append(("paper", "Beside the paper"))
     there += [(b.id, b.name) for b in values["curve_blocks"]]
     for id_, name, shown in (

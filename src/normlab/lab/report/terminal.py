@@ -6,7 +6,7 @@ import csv as csv_
 import io
 from typing import TYPE_CHECKING
 
-from .gather import gather, number, words_of
+from .gather import gather, number
 from .view import Column, View
 from .words import decimals, reading, show
 
@@ -134,8 +134,7 @@ def cell_text(text: str) -> str:
 def legend(view: View, *, bold: bool = False) -> str:
     repeated = any(n > 1 for n in view.seeds)
     spread = "mean ± standard error over n seeds" if repeated else "one run each, so no standard error"
-    along = f" along {', '.join(map(words_of, view.axes))}" if view.axes else ""
     if len(view.configs) < 2:
         return f"{spread}."
     near = f", {NEAR} within one standard error of it" if repeated else ""
-    return f"{spread}{along}; {'bold' if bold else BEST} best{near}."
+    return f"{spread}; {'bold' if bold else BEST} best{near}."

@@ -257,10 +257,6 @@ class View:
     importance: list[Importance]
     grid_lines: list[GridLine]
     grid_maps: list[GridMap]
-    comparisons: list[Comparison] = field(default_factory=list)
-
-    def config(self, label: str) -> Config:
-        return next(c for c in self.configs if c.label == label)
 
     @property
     def seeds(self) -> list[int]:

@@ -48,7 +48,7 @@ def reading(view: View) -> list[str]:
     """A short paragraph: what was compared, who wins what and by how much, and how far that can be trusted."""
     if not view.configs:
         return ["There are no results yet."]
-    compared = [c for c in view.columns if len(c.ranked()) > 1 and not c.whole]
+    compared = [c for c in view.columns if len(c.ranked()) > 1 and c.unit == "%" and not c.whole]
     told, left = compared[:TOLD], len(compared[TOLD:])
     return [s for s in (
         extent(view), *leads(told), level(told),
