@@ -181,7 +181,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Train one network with several normalizers, measure each, and write a page.
 
-    Without arguments: none, batch, group, batch_group(256) and switchable on 5,000 MNIST images. The same command
+    Without arguments: none, batch, group, batch_group(4) and switchable on 5,000 MNIST images. The same command
     again goes on where it was, and computes nothing twice.
     """
     from .display import watcher
