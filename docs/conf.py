@@ -11,7 +11,7 @@ copyright = "2026, the normlab authors"
 release = version = installed_version("normlab")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "generated"]
 
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
@@ -54,6 +54,46 @@ def write_tables(app: Any) -> None:
                 table.writerow([normalizer.replace("_", " "), *(f"{r:.2f}" for r in ratios)])
 
 
+def write_reproductions(app: Any) -> None:
+    """The papers' tables beside ours, from benchmarks/reproductions.csv: one table for each part."""
+    here = Path(app.srcdir)
+    with open(here.parent / "benchmarks" / "reproductions.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    lines = []
+    for table in dict.fromkeys(r["table"] for r in rows):
+        for part in dict.fromkeys(r["part"] for r in rows if r["table"] == table):
+            mine = [r for r in rows if (r["table"], r["part"]) == (table, part)]
+            columns = list(dict.fromkeys(r["column"] for r in mine))
+            cells = {(r["row"], r["column"]): r for r in mine}
+            first = mine[0]
+            about = f"`{table}`, {first['scale']} scale, {first['device']}, n = {first['n']}."
+            lines += [
+                f"**{part}**, paper / ours. {about}",
+                "",
+                f"| | {' | '.join(columns)} |",
+                "|---" * (len(columns) + 1) + "|",
+            ]
+            for row in dict.fromkeys(r["row"] for r in mine):
+                shown = (_beside(cells.get((row, column))) for column in columns)
+                lines.append(f"| {row} | {' | '.join(shown)} |")
+            lines.append("")
+    (here / "generated" / "reproductions.md").write_text("\n".join(lines))
+
+
+def _beside(cell: dict[str, str] | None) -> str:
+    def value(mean: str, error: str) -> str:
+        if not mean:
+            return "-"
+        digits = 2 if abs(float(mean)) >= 10 else 3
+        return f"{float(mean):.{digits}f}" + (f" ± {float(error):.{digits}f}" if error else "")
+
+    return (
+        ""
+        if cell is None
+        else f"{value(cell['paper'], cell['paper_error'])} / {value(cell['ours'], cell['error'])}"
+    )
+
+
 def draw_bandwidth(app: Any) -> None:
     """Achieved bandwidth on the GPU against the copy rate, from the same CSV."""
     import matplotlib.pyplot as plt
@@ -90,3 +130,4 @@ def draw_bandwidth(app: Any) -> None:
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_tables)
     app.connect("builder-inited", draw_bandwidth)
+    app.connect("builder-inited", write_reproductions)

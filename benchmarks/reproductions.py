@@ -1,0 +1,59 @@
+"""The papers' tables beside ours, collected from folders of ``normlab reproduce`` into one CSV.
+
+    normlab reproduce vulnerability-table6 --full --device cuda --out runs/table6
+    python benchmarks/reproductions.py runs/table6 ... --out benchmarks/reproductions.csv
+
+Rows of tables that are not among the folders stay as they are. Without folders nothing is done: at the papers' scale
+these are hours of trainings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from _results import machine, write
+
+
+def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
+    """Every cell of the comparison that a folder holds, with the device and versions that it was computed with."""
+    found = json.loads((folder / "comparison.json").read_text())
+    first = next(iter(sorted(folder.glob("runs/*/results.jsonl"))), None)
+    record = {} if first is None else json.loads(first.read_text().splitlines()[0])
+    place = machine(record.get("device", "CPU"), commit)
+    place |= {k: v for k, v in record.get("versions", found["versions"]).items() if k in ("torch", "python")}
+    return [
+        {"table": found["name"], "part": part["title"], "row": row["label"], "column": row["column"],
+         "paper": row["paper"], "paper_error": row["paper_error"], "ours": round(row["mean"], 4),
+         "error": None if row["error"] is None else round(row["error"], 4), "n": row["n"],
+         "scale": found["scale"]} | place
+        for part in found["comparisons"]
+        for row in part["rows"]
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", type=Path, nargs="*")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
+    parser.add_argument("--commit", help="what to write as the commit where the results are of another one")
+    arguments = parser.parse_args()
+    if not arguments.folders:
+        print("no folders of `normlab reproduce` given; see --help")
+        return
+    new = [row for folder in arguments.folders for row in rows_of(folder, arguments.commit)]
+    old: list[dict[str, Any]] = []
+    if arguments.out.exists():
+        with arguments.out.open(newline="") as f:
+            old = [dict(row) for row in csv.DictReader(f)]
+    again = {row["table"] for row in new}
+    write([row for row in old if row["table"] not in again] + new, arguments.out, {})
+
+
+if __name__ == "__main__":
+    main()
