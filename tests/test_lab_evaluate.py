@@ -404,7 +404,7 @@ def test_defaults_suit_the_data(data: Data, data_kind: str) -> None:
 # The model is left as found ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", ["batch", "torch", "switchable", "batch_renorm", "none"])
+@pytest.mark.parametrize("norm", ["batch", "torch", "switchable", "batch_renorm", "none", "auxiliary"])
 def test_every_measurement_leaves_the_model_as_found(norm: str) -> None:
     data = replace(colours(20), flip=True, crop=2)
     model = build("small", data, norm, seed=0)
@@ -416,8 +416,13 @@ def test_every_measurement_leaves_the_model_as_found(norm: str) -> None:
     modes = [m.training for m in model.modules()]
     before = {k: v.clone() for k, v in model.state_dict().items()}
     few = {"corruptions": "corruptions(names=[fog], severities=[3])", "fourier": "fourier(n=4)"}
+    few |= {
+        "between": "between(of=coefficients)",
+        "between-corruptions": "between-corruptions(names=[fog], severities=[3])",
+    }
     few |= {k: f"{k}(steps=2)" for k in MEASUREMENTS if k.startswith(("bim", "pgd"))}
     texts = [few.get(k, k) for k in MEASUREMENTS if not k.endswith("l2-curve")]
+    texts = [t for t in texts if norm == "auxiliary" or not t.startswith("between")]
     measure(model, data, texts)
     assert [m.training for m in model.modules()] == modes
     after = model.state_dict()

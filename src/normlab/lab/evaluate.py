@@ -27,6 +27,7 @@ from .attacks import Ball, shown
 from .errors import LabError
 from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions
 from .predict import (
+    BETWEEN,
     Mixed,
     accuracy,
     affinity,
@@ -80,7 +81,8 @@ class Measurement:
         if "branch" in given:
             words_.append(f"branch {given['branch']}")
         if "mix" in given:
-            words_.append(f"main and aux mixed by {shown(given['mix'])}")
+            what = "" if given.get("of", "probabilities") == "probabilities" else f"{given['of']} of "
+            words_.append(f"{what}main and aux mixed by {shown(given['mix'])}")
         if "n" in given:
             words_.append(f"n={given['n']}")
         return " ".join(words_)
@@ -106,7 +108,9 @@ class Measurement:
             data = data.subset(test=min(given["n"], len(data.test.y)))
         branch = _branch(model, given)
         scope: AbstractContextManager[Any] = nullcontext() if branch is None else routed(model, branch)
-        subject_model = predict_with(model, weight=given["mix"]) if "mix" in given else model
+        subject_model = model
+        if "mix" in given:
+            subject_model = predict_with(model, weight=given["mix"], of=given.get("of", "probabilities"))
         done = 0
 
         def tell(done: int, total: int) -> None:
@@ -203,11 +207,11 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "at": within(1, whole=True), "names": str, "severities": within(1, 5, whole=True), "size": within(0),
     "bands": within(1, whole=True),
     "n": within(1, whole=True), "top": within(1, whole=True), "samples": within(0, whole=True), "branch": str,
-    "mix": within(0, 1),
+    "mix": within(0, 1), "of": one_of(*BETWEEN), "weights": within(0, 1), "augmentation": str,
 }  # fmt: skip
 _SHORT = {"severity": "severities", "name": "names", "band": "bands", "stds": "std"}
-_COMMON = ("n", "top", "samples", "branch", "mix")  # every measurement takes these
-_LISTS = ("names", "severities", "bands")
+_COMMON = ("n", "top", "samples", "branch", "mix", "of")  # every measurement takes these
+_LISTS = ("names", "severities", "bands", "weights")
 _CURVES = ("eps", "std")  # a list where the measurement is a curve
 
 
@@ -216,7 +220,8 @@ def parse(text: str) -> Measurement:
 
     Numbers may be fractions; ``step`` may be ``eps/10``; a list is ``[0.01, 0.03]``. Every measurement also takes ``n``
     (the first n test images, each class as frequent as in the whole), ``top`` (5: the class is among the five highest),
-    ``samples`` (how many pictures to keep), ``branch``, and ``mix`` (a weight between the branches main and aux).
+    ``samples`` (how many pictures to keep), ``branch``, and ``mix`` (a weight between the branches main and aux; ``of``
+    says of what: probabilities, logits or coefficients).
     """
     name, bracket, rest = text.strip().partition("(")
     name = name.strip()
@@ -224,7 +229,7 @@ def parse(text: str) -> Measurement:
         raise LabError(f"there is no measurement {name!r}; {nearest(name, MEASUREMENTS)}")
     if bracket and not rest.rstrip().endswith(")"):
         raise LabError(f"{text!r} lacks its closing bracket; expected {name}(argument=value, ...)")
-    takes = (*MEASUREMENTS[name].takes, *_COMMON)
+    takes = tuple(dict.fromkeys((*MEASUREMENTS[name].takes, *_COMMON)))
     given: Arguments = {}
     for i, part in enumerate(split(rest.rstrip()[:-1]) if bracket else []):
         key, equals, value = part.partition("=")
@@ -258,7 +263,11 @@ def _check(found: Measurement, given: Arguments) -> None:
         raise LabError(
             f"{found.name}: mix and branch exclude each other; mix is between the branches main and aux"
         )
-    if found.kind == "corruptions" and "names" in given:
+    if "of" in given and "mix" not in given and not found.kind.startswith("between"):
+        raise LabError(f"{found.name}: of says what of two branches is mixed and needs mix=..., such as mix=0.5")
+    if found.kind.startswith("between") and ("mix" in given or "branch" in given):
+        raise LabError(f"{found.name}: {found.kind} goes from main to aux; mix and branch are for other measurements")
+    if found.kind in ("corruptions", "between-corruptions") and "names" in given:
         open_corruptions(cast("Data", None), dict(given))
     kind, _, norm = found.kind.removesuffix("-curve").partition("-")
     if kind in ("fgsm", "bim", "pgd"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,9 +169,7 @@ class _Trainer:
         return finite(line | ({"importance": importance} if importance else {}))  # as the log will have it
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
-        """Every training image once, in an order of this epoch; pixels are still bytes."""
-        from .data import augment
-
+        """Every training image once, in an order of this epoch; pixels may still be bytes."""
         settings, device = self.ctx.settings, self.ctx.device
         x, y = self.ctx.data.train
         order = torch.randperm(
@@ -182,10 +180,7 @@ class _Trainer:
         size = settings.batch_size
         block = max(1, _BLOCK // (x[0].numel() * size)) * size
         for chosen in order.split(block):
-            images, labels = x[chosen], y[chosen]
-            if settings.augment:
-                images = augment(images, self.ctx.data, draw)
-            yield from map(Batch, images.split(size), labels.split(size))
+            yield from self.recipe.images(x[chosen], y[chosen], self.ctx, draw).split(size)
 
     def _prepare(self, lr: float, step: int) -> None:
         """Values that change from step to step and that a captured step reads."""
@@ -210,16 +205,12 @@ class _Trainer:
             self._step(batch)
 
     def _step(self, batch: Batch) -> None:
-        from .data import pixels
-
         settings, n = self.ctx.settings, len(batch.y)
-        x = pixels(batch.x)
-        if settings.channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
+        batch = self._pixels(batch)
         parts = -(-n // settings.accumulate) if settings.accumulate > 1 else n
         for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
             optimizer.zero_grad(set_to_none=True)
-            for part in map(Batch, x.split(parts), batch.y.split(parts)):
+            for part in batch.split(parts):
                 with torch.autocast(
                     self.ctx.device.type, torch.bfloat16, enabled=settings.precision == "bf16"
                 ):
@@ -266,13 +257,17 @@ class _Trainer:
             mine.copy_(live)
         batches = self._batches(epoch)
         loader = (self._pixels(batch) for _, batch in zip(range(_CALIBRATION), batches, strict=False))
-        estimate_statistics(self.averaged, loader)
+        estimate_statistics(self.averaged, loader, lambda m, batch: self.recipe.show(m, batch, self.ctx))
         return self.averaged
 
-    def _pixels(self, batch: Batch) -> Tensor:
+    def _pixels(self, batch: Batch) -> Batch:
+        """The images of a batch as floats, in the layout that is trained in."""
         from .data import pixels
 
-        return pixels(batch.x)
+        images = [pixels(t) if t.dim() == 4 else t for t in batch.tensors]
+        if self.ctx.settings.channels_last:
+            images = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in images]
+        return Batch.of(images)
 
     def keep(self, history: History, folder: Path | None) -> None:
         """After an epoch: choose, log, and store all that the next one needs.
@@ -376,13 +371,13 @@ class _Captured:
 
     def __init__(self, step: Any, batch: Batch, ctx: Context) -> None:
         self.step, self.ctx = step, ctx
-        self.static = Batch(*(torch.empty_like(t) for t in batch))
+        self.static = Batch.of([torch.empty_like(t) for t in batch.tensors])
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
 
     def __call__(self, batch: Batch) -> bool:
         """Run the step; False if it cannot be captured, and then it has not run."""
-        for mine, new in zip(self.static, batch, strict=True):
+        for mine, new in zip(self.static.tensors, batch.tensors, strict=True):
             mine.copy_(new)
         if self.graph is None and self.warm < _WARM_UP:
             self.warm += 1
@@ -423,12 +418,18 @@ def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
     return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def estimate_statistics(model: nn.Module, loader: Iterable[Tensor]) -> None:
-    """Running statistics of ``model`` under its weights as they are, whoever made its layers."""
+def estimate_statistics(
+    model: nn.Module, loader: Iterable[Any], show: Callable[[nn.Module, Any], None] | None = None
+) -> None:
+    """Running statistics of ``model`` under its weights as they are, whoever made its layers.
+
+    ``show`` runs a batch of the loader through a model with separated layers; otherwise a batch, or its first element,
+    is the input.
+    """
     if any(isinstance(m, _BatchNorm) for m in model.modules()):
         torch.optim.swa_utils.update_bn(loader, model)
     elif any(isinstance(m, Norm) and m.track_running_stats for m in model.modules()):
-        calibrate(model, loader)
+        calibrate(model, loader, forward=show)
 
 
 def load_weights(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:

@@ -19,7 +19,7 @@ from .._text import nearest, words
 from .attacks import Attack, Ball, Units, as_found, bim, fgsm, pgd, shown, standard_deviation
 from .data import augment, pixels, resize
 from .errors import LabError
-from .predict import Change, Score, batch_size_for, device_of, predictions, score_under
+from .predict import Change, Score, accuracy_between, batch_size_for, device_of, predictions, score_under
 from .seeds import generator
 
 if TYPE_CHECKING:
@@ -386,16 +386,79 @@ def _open_low_pass(data: Data, given: Arguments) -> Arguments:
 def _affinity(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     show, draw = _Shown(subject), subject.draw("affinity")
     clean = subject.accuracy()
-    found = subject.accuracy(lambda x, y: augment(x, subject.data, draw), show=show)
+    change = _augmented(subject.data, arguments.get("augmentation"), draw)
+    found = subject.accuracy(change, show=show)
     return {"accuracy": found, "scalars": {"affinity": found - clean}, **show.record()}
 
 
+def _augmented(data: Data, text: str | None, draw: torch.Generator) -> Change:
+    if text is None:
+        return lambda x, y: augment(x, data, draw)
+    from .augmentations import parse_augmentation
+
+    make = parse_augmentation(text)
+    return lambda x, y: make((x * 255).round().byte(), y, data, draw).x
+
+
 def _open_affinity(data: Data, given: Arguments) -> Arguments:
-    if not (data.flip or data.crop):
+    if not (data.flip or data.crop) and "augmentation" not in given:
         raise LabError(
             f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure"
         )
     return {}
+
+
+# Between two branches ---------------------------------------------------------------------------------------
+
+
+def _open_between(data: Data, given: Arguments) -> Arguments:
+    return {"weights": tuple(k / 10 for k in range(11)), "of": "probabilities"}
+
+
+def _title_between(arguments: Arguments) -> str:
+    return f"{arguments['of']} between main and aux"
+
+
+def _all_between(subject: Subject, arguments: Arguments, change: Change | None = None) -> list[float]:
+    return accuracy_between(
+        subject.model, *subject.data.test, arguments["weights"], of=arguments["of"], change=change,
+        batch_size=subject.batch_size, seen=lambda first, x: subject.step(),
+    )  # fmt: skip
+
+
+def _at_half(arguments: Arguments, values: Sequence[float]) -> dict[str, float]:
+    """What averaging gains over each branch alone, where the curve has the points."""
+    at = dict(zip(arguments["weights"], values, strict=True))
+    names = {0.0: "main", 0.5: "half", 1.0: "aux"}
+    return {name: at[weight] for weight, name in names.items() if weight in at}
+
+
+def _between(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    found = _all_between(subject, arguments)
+    curve = _curve(arguments["weights"], found, "weight of aux")
+    return curve | {"scalars": _at_half(arguments, found)}
+
+
+def _between_corruptions(subject: Subject, arguments: Arguments) -> dict[str, Any]:
+    """The same on corrupted images: their mean error at each weight, in per cent."""
+    from . import corruptions
+
+    found = []
+    for name in arguments["names"]:
+        for severity in arguments["severities"]:
+            draw = subject.draw("corruption", name, severity)
+            change = _corrupted(corruptions.corrupt, name, severity, draw)
+            found.append(_all_between(subject, arguments, change))
+    errors = [100 - sum(column) / len(column) for column in zip(*found, strict=True)]
+    label = "uCE (%)" if set(arguments["names"]) == set(corruptions.COMMON) else "mean error (%)"
+    curve = {"x": list(arguments["weights"]), "y": errors, "x_label": "weight of aux", "y_label": label}
+    mean = 100 - sum(errors) / len(errors)
+    return {"accuracy": mean, "curve": curve, "scalars": _at_half(arguments, errors)}
+
+
+def _open_between_corruptions(data: Data, given: Arguments) -> Arguments:
+    given.setdefault("names", ("common",))
+    return open_corruptions(data, given) | _open_between(data, given) | {"names": given["names"]}
 
 
 def _nothing_open(data: Data, given: Arguments) -> Arguments:
@@ -445,7 +508,18 @@ MEASUREMENTS: dict[str, Kind] = {
         lambda a: "low-pass against bandwidth", lambda a: len(a["bands"]), _low_pass,
     ),
     "affinity": Kind(
-        "accuracy on the data set's own augmentation minus clean accuracy", (), _open_affinity,
-        lambda a: "affinity of crops and mirror images", lambda a: 2, _affinity,
+        "accuracy on augmented images minus clean accuracy; the data set's own augmentation, or the one named",
+        ("augmentation",), _open_affinity,
+        lambda a: f"affinity of {a.get('augmentation', 'crops and mirror images')}", lambda a: 2, _affinity,
+    ),
+    "between": Kind(
+        "accuracy against the weight of aux, from main alone to aux alone; of=coefficients mixes in one forward pass",
+        ("weights", "of"), _open_between, _title_between, lambda a: 1, _between,
+    ),
+    "between-corruptions": Kind(
+        "mean error on corrupted images against the weight of aux",
+        ("weights", "of", "names", "severities"), _open_between_corruptions,
+        lambda a: f"{_title_between(a)}, {_title_corruptions(a)}", lambda a: len(a["names"]) * len(a["severities"]),
+        _between_corruptions,
     ),
 }  # fmt: skip

@@ -17,8 +17,9 @@ from .errors import LabError
 
 __all__ = ["NAMES", "NormSpec", "parse_norm", "parse_norms"]
 
-# Beside the targets of surgery: torch's own batch norm, and Fixup, which is no layer but a way to build residual nets.
-NAMES: tuple[str, ...] = (*TARGETS, "torch", "fixup")
+# Beside the targets of surgery: any statistics for each branch, torch's own batch norm, and Fixup, which is no layer
+# but a way to build residual nets.
+NAMES: tuple[str, ...] = (*TARGETS, "separated", "torch", "fixup")
 _SHORT = {
     "bn": "batch", "in": "instance", "ln": "layer", "gn": "group", "pn": "positional", "pono": "positional",
     "bgn": "batch_group", "sn": "switchable", "ssn": "sparse_switchable", "brn": "batch_renorm", "aux": "auxiliary",
@@ -28,9 +29,10 @@ _SHORT = {
 _FIRST = {
     "group": "num_groups", "batch_group": "num_groups", "ghost": "ghost", "conditional": "num_classes",
     "sandwich": "num_classes", "auxiliary": "branches", "sandwich_auxiliary": "branches", "mode": "num_modes",
-    "meta": "key_size", "switchable": "pools", "sparse_switchable": "pools",
+    "meta": "key_size", "switchable": "pools", "sparse_switchable": "pools", "separated": "statistics",
 }  # fmt: skip
 _TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+_MIXED = {"switchable": ("instance", "layer", "batch")}  # statistics by the name of the layer that has them
 _NOT_OPTIONS = {"num_features", "num_channels", "device", "dtype", "args", "kwargs"}
 _MOST_GROUPS = 32  # of group norm where no number is given
 
@@ -82,6 +84,8 @@ class NormSpec:
         try:
             if self.name == "torch":
                 return _TORCH[dims](channels, **options)
+            if self.name == "separated":
+                return _separated(channels, dims, **options)
             return _layer(self.name, channels, dims, options)
         except (TypeError, ValueError) as error:
             raise LabError(f"the norm {self.label} for {channels} channels: {error}") from error
@@ -90,6 +94,7 @@ class NormSpec:
 def parse_norm(text: str | NormSpec) -> NormSpec:
     """``none``, ``batch``, ``group(8)``, ``batch(ghost=2, eps=1e-3)``: any name of ``normlab.TARGETS`` with arguments.
 
+    ``separated("switchable", affine="sandwich")`` has any statistics, and an affine map of its own, for each branch.
     ``torch`` is torch's own batch norm, ``fixup`` builds residual networks without one. The papers' abbreviations
     (bn, gn, bgn, sn ...) are known too.
 
@@ -154,6 +159,8 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
 
 
 def _known(name: str, options: dict[Any, Any]) -> list[str]:
+    if name == "separated":
+        return ["statistics", "affine", "branches", "ghost", "eps", "momentum", "init_std", "act"]
     if name in ("none", "weight", "fixup"):
         return ["final_norm"] if name == "fixup" else []
     make = nn.BatchNorm2d if name == "torch" else _family(name, options)
@@ -184,6 +191,13 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
             options[key] = _divisor(channels, options[key])
     make: Any = getattr(layers, f"{family.__name__}{dims}d")
     return make(**{"num_channels" if "num_channels" in takes else "num_features": channels}, **options)
+
+
+def _separated(channels: int, dims: int, statistics: Any = "batch", **options: Any) -> nn.Module:
+    """Any cell of statistics x affine with one set for each branch; the affine map is a branch's own unless said."""
+    make: Any = getattr(layers, f"Norm{dims}d")
+    named = _MIXED.get(statistics, statistics) if isinstance(statistics, str) else statistics
+    return make(channels, named, **{"affine": "branch", "branches": ("main", "aux"), **options})
 
 
 def _divisor(channels: int, most: int) -> int:

@@ -15,14 +15,15 @@ from ..routing import route
 from .attacks import Attack, as_found
 from .data import augment, pixels
 from .errors import LabError
+from .mixing import branches_of, mixed_branches
 from .seeds import generator
 
 if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "Change", "Mixed", "Score", "accuracy", "accuracy_under", "affinity", "batch_size_for", "device_of", "predict_with",
-    "predictions", "routed", "score_under", "transfer",
+    "BETWEEN", "Change", "Mixed", "Score", "accuracy", "accuracy_between", "accuracy_under", "affinity",
+    "batch_size_for", "device_of", "predict_with", "predictions", "routed", "score_under", "transfer",
 ]  # fmt: skip
 
 Change = Callable[[Tensor, Tensor], Tensor]  # pixels [N, C, H, W] and labels [N] to changed pixels
@@ -121,6 +122,9 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if tensor is None else tensor.device
 
 
+BETWEEN = ("probabilities", "logits", "coefficients")  # what of two branches is mixed
+
+
 class Mixed(nn.Module):
     """A model whose prediction is a mixture of those of two branches; :func:`predict_with` makes it.
 
@@ -137,17 +141,64 @@ class Mixed(nn.Module):
         return getattr(self.model, "standardize", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = [(b, w) for b, w in zip(self.branches, (1 - self.weight, self.weight), strict=True) if w]
-        found = []
-        for branch, weight in parts:
-            with route(self.model, branch=branch):
+        if self.of == "coefficients":
+            with mixed_branches(self.model, self.weight, self.branches):
+                return self.model(x)
+        if self.weight in (0, 1):
+            with route(self.model, branch=self.branches[int(self.weight)]):
                 logits = self.model(x)
-            found.append(
-                weight * logits if self.of == "logits" else logits.float().log_softmax(1) + math.log(weight)
-            )
-        if len(found) == 1:
-            return found[0]
-        return found[0] + found[1] if self.of == "logits" else torch.logaddexp(*found)
+            return logits if self.of == "logits" else logits.float().log_softmax(1)
+        return _between(*both_branches(self.model, x, self.branches), self.weight, self.of)
+
+
+def both_branches(model: nn.Module, x: Tensor, branches: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """The logits of two branches, by one forward pass over both."""
+    known = branches_of(model)
+    index = torch.cat([torch.full((len(x),), known.index(b), device=x.device) for b in branches])
+    with route(model, branch=index):
+        first, second = model(torch.cat([x, x])).chunk(2)
+    return first, second
+
+
+def _between(first: Tensor, second: Tensor, weight: float, of: str) -> Tensor:
+    if of == "logits":
+        return (1 - weight) * first + weight * second
+    if weight in (0, 1):
+        return (second if weight else first).float().log_softmax(1)
+    logs = [t.float().log_softmax(1) + math.log(w) for t, w in ((first, 1 - weight), (second, weight))]
+    return torch.logaddexp(*logs)
+
+
+def accuracy_between(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    weights: Sequence[float],
+    *,
+    of: str = "probabilities",
+    branches: Sequence[str] = ("main", "aux"),
+    change: Change | None = None,
+    batch_size: int | None = None,
+    seen: Callable[[int, Tensor], None] = lambda first, x: None,
+) -> list[float]:
+    """Per cent right at each weight of the second branch; predictions are averaged for all weights from one pass."""
+    predict_with(model, branches=branches, weight=0.0, of=of)  # says what is wrong with the arguments
+    right = torch.zeros(len(weights), dtype=torch.double, device=device_of(model))
+    first = 0
+    with torch.no_grad(), as_found(model):
+        for part, labels in _batches(x, y, right.device, batch_size):
+            images = part if change is None else change(part, labels)
+            pair = None if of == "coefficients" else both_branches(model, images, branches)
+            for k, weight in enumerate(weights):
+                if pair is None:
+                    with mixed_branches(model, weight, branches):
+                        found = model(images)
+                else:
+                    found = _between(*pair, weight, of)
+                right[k] += (found.argmax(1) == labels).sum()
+            seen(first, images)
+            first += len(labels)
+    return (100 * right / len(y)).tolist()
 
 
 def predict_with(
@@ -159,15 +210,16 @@ def predict_with(
 ) -> Mixed:
     """``(1 - weight) * p_first + weight * p_second``: prediction under interpolation of two branches.
 
-    Of ``"probabilities"``, or of ``"logits"``, which gives other predictions. The result is a model: measure it, attack
-    it, ask it for logits.
+    Of ``"probabilities"``, or of ``"logits"``, which gives other predictions; both from one forward pass over the
+    images twice. Of ``"coefficients"`` every separated layer lies between the branches, in a forward pass over the images once
+    (:func:`normlab.lab.mixing.mixed_branches`). The result is a model: measure it, attack it, ask it for logits.
     """
     if len(branches) != 2 or not 0 <= weight <= 1:
         raise LabError(
             f"interpolation takes two branches and a weight in [0, 1]; got {words(branches)} and {weight!r}"
         )
-    if of not in ("probabilities", "logits"):
-        raise LabError(f"of={of!r} is not known; expected 'probabilities' or 'logits'")
+    if of not in BETWEEN:
+        raise LabError(f"of={of!r} is not known; expected {', '.join(map(repr, BETWEEN[:-1]))} or {BETWEEN[-1]!r}")
     for branch in branches:
         routed(model, branch)
     return Mixed(model, (branches[0], branches[1]), float(weight), of)

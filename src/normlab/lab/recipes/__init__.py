@@ -8,7 +8,7 @@ returns tensors, asks none of them for its value, and decides nothing on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,14 +23,29 @@ if TYPE_CHECKING:
     from ..data import Data
     from ..settings import Settings
 
-__all__ = ["RECIPES", "Batch", "Context", "Phase", "Recipe", "recipe"]
+__all__ = ["RECIPES", "Batch", "Context", "Phase", "Recipe", "arguments", "recipe"]
 
-RECIPES: tuple[str, ...] = ("classify",)  # modules of this package that define `RECIPE`
+# Modules of this package that define `RECIPE`, or `make` if it takes arguments.
+RECIPES: tuple[str, ...] = ("classify", "streams", "adversarial")
 
 
 class Batch(NamedTuple):
+    """What a step reads: tensors of as many rows each."""
+
     x: Tensor  # float [B, C, H, W], pixels in [0, 1], augmented
     y: Tensor  # int64 [B]
+    more: tuple[Tensor, ...] = ()  # what else the recipe's own :meth:`Recipe.images` made
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.x, self.y, *self.more)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Batch:
+        return cls(tensors[0], tensors[1], tuple(tensors[2:]))
+
+    def split(self, size: int) -> Iterator[Batch]:
+        return map(Batch.of, zip(*(t.split(size) for t in self.tensors), strict=True))
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,19 @@ class Recipe:
         """What is logged of the test set after an epoch; ``score`` is one of the names."""
         raise NotImplementedError
 
+    def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
+        """What steps read of a block of training images, uint8 ``[n, C, H, W]``; it is cut into batches afterwards.
+
+        It runs outside of captured steps, on many images at once. Images may stay bytes: steps are given pixels.
+        """
+        from ..data import augment
+
+        return Batch(augment(x, ctx.data, generator) if ctx.settings.augment else x, y)
+
+    def show(self, model: nn.Module, batch: Batch, ctx: Context) -> None:
+        """Run a batch through the model as training does, where statistics of averaged weights are estimated."""
+        model(batch.x)
+
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         return [Phase("model", model.parameters(), self.step)]
 
@@ -77,8 +105,41 @@ class Recipe:
         return False
 
 
-def recipe(name: str) -> Recipe:
-    """The recipe of that name."""
+def recipe(text: str) -> Recipe:
+    """The recipe of that name; with arguments in parentheses where it takes some.
+
+    >>> recipe("streams(main=standard, aux=pgd(eps=4/255, units=pixels, steps=4))")
+    streams(main=standard, aux=pgd(eps=4/255, units=pixels, steps=4))
+    """
+    name, given = arguments(text)
     if name not in RECIPES:
         raise LabError(f"{name!r} is no recipe; {nearest(name, RECIPES)}")
-    return import_module(f".{name}", __name__).RECIPE
+    module = import_module(f".{name}", __name__)
+    if hasattr(module, "make"):
+        return module.make(given)
+    if given:
+        raise LabError(f"the recipe {name} takes no arguments; got {text!r}")
+    return module.RECIPE
+
+
+def arguments(text: str) -> tuple[str, dict[str, str]]:
+    """A name and its arguments as texts; one without a name of its own is called ``""``.
+
+    >>> arguments("streams(main=cutout, aux=randaugment(n=3, m=4))")
+    ('streams', {'main': 'cutout', 'aux': 'randaugment(n=3, m=4)'})
+    """
+    from ..texts import split
+
+    name, bracket, rest = text.strip().partition("(")
+    name, rest = name.strip(), rest.rstrip()
+    if bracket and not rest.endswith(")"):
+        raise LabError(f"{text!r} lacks its closing bracket; expected {name}(argument=value, ...)")
+    given: dict[str, str] = {}
+    for part in split(rest[:-1]) if bracket else []:
+        before, equals, after = part.partition("=")
+        named = bool(equals) and "(" not in before
+        key, value = (before.strip(), after.strip()) if named else ("", part)
+        if key in given:
+            raise LabError(f"{text!r} gives {key or 'a value without a name'} twice")
+        given[key] = value
+    return name, given

@@ -1,0 +1,150 @@
+"""Between two branches: every separated layer interpolates the coefficients of two, in a single forward pass.
+
+A layer in evaluation mode is ``y = (x - center) * scale + shift``. Within :func:`mixed_branches` slope and intercept
+are the weighted means of those of the two branches, which makes the layer's output the mean of its two outputs.
+Averaging the predictions of the branches (:func:`normlab.lab.evaluate.predict_with`) needs both forward passes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import reference
+from .._text import words
+from ..activation import activate
+from ..engine import Coefficients, Moments, Rows, _compose, both, normalize
+from ..layers import Norm
+from ..routing import branch_index, current
+from ..rules import Positional
+from .errors import LabError
+
+__all__ = ["branches_of", "mixed_branches"]
+
+
+def branches_of(model: nn.Module) -> tuple[str, ...]:
+    """The branches of the model's separated layers; empty where it has none."""
+    found = {cast(Any, m).branches for m in model.modules() if "branch" in getattr(m, "wants", ())}
+    if len(found) > 1:
+        names = "; ".join(words(b) for b in sorted(found))
+        raise LabError(
+            f"separated layers differ in their branches: {names}; give all the same names in the same order"
+        )
+    return next(iter(found), ())
+
+
+@contextmanager
+def mixed_branches(
+    model: nn.Module, weight: float, branches: Sequence[str] = ("main", "aux")
+) -> Iterator[nn.Module]:
+    """Within it, separated layers lie between two branches: ``weight`` 0 is the first, 1 the second.
+
+    It is for evaluation: running statistics normalize. A layer that mixes pools within a sample into its statistics
+    takes those once for both branches.
+
+    >>> import normlab
+    >>> layer = normlab.AuxiliaryBatchNorm2d(4).eval()
+    >>> _ = layer.branch_weight["aux"].data.fill_(3.0)
+    >>> x = torch.randn(2, 4, 5, 5)
+    >>> with mixed_branches(layer, 0.5):
+    ...     y = layer(x)
+    >>> torch.allclose(y, (layer(x, "main") + layer(x, "aux")) / 2, atol=1e-6)
+    True
+    """
+    if len(branches) != 2 or not 0 <= weight <= 1:
+        raise LabError(
+            f"mixing takes two branches and a weight in [0, 1]; got {words(branches)} and {weight!r}"
+        )
+    layers = [m for m in model.modules() if "branch" in getattr(m, "wants", ())]
+    if not layers:
+        raise LabError(
+            f"{type(model).__name__} has no separated layers to mix; convert(model, 'auxiliary') makes some"
+        )
+    own = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for layer in layers:
+            assert isinstance(layer, Norm) and layer.branches is not None
+            for branch in branches:
+                if branch not in layer.branches:
+                    raise LabError(f"there is no branch {branch!r}; this model has {words(layer.branches)}")
+            places = [cast(int, branch_index(b, layer.branches, None)) for b in branches]
+            layer.forward = _mixed(layer, places, weight)  # type: ignore[method-assign]
+        yield model
+    finally:
+        for layer, before in zip(layers, own, strict=True):
+            if before is None:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.forward = before  # type: ignore[method-assign]
+
+
+def _mixed(layer: Norm, places: Sequence[int], weight: float) -> Callable[..., Tensor]:
+    plain = layer.forward
+
+    def forward(x: Tensor, condition: Any = None, *, residual: Tensor | None = None, **given: Any) -> Tensor:
+        if layer._uses_batch():
+            raise LabError("mixed_branches is for evaluation; call model.eval() before it")
+        known = not layer._predictor and not {"class", "style"} & set(layer.affine_terms)
+        if known and not isinstance(layer.statistics, Positional):
+            y = _at_once(layer, x, places, weight)
+            return activate(y if residual is None else y + residual, layer.act)
+        # Statistics at each position, or affine maps of samples: the mean of both outputs, before an activation.
+        label = current(layer).label
+        given = {"label": label, **given} if "label" in layer.wants and label is not None else given
+        act, layer.act = layer.act, None
+        try:
+            first, second = (plain(x, branch=torch.tensor(p, device=x.device), **given) for p in places)
+        finally:
+            layer.act = act
+        y = torch.lerp(first, second, weight)
+        return activate(y if residual is None else y + residual, act)
+
+    return forward
+
+
+def _at_once(layer: Norm, x: Tensor, places: Sequence[int], weight: float) -> Tensor:
+    """One pass over ``x`` with coefficients between those of the two branches."""
+    spatial = prod(x.shape[2:])
+    rows, _, plans = layer._plans(x, spatial, places[0], False)
+    layer._check_run_shape(x, False)
+    rules = [layer.statistics.rule(layer._sources(plans, rows, p, False)) for p in places]
+    affine = [layer._affine(None, p, None, x) for p in places]
+
+    def rule(moments: Moments, *tensors: Tensor) -> Coefficients:
+        found = [
+            _compose(both(r(moments, *tensors))[0], rows, spatial, w, b)
+            for r, (w, b) in zip(rules, affine, strict=True)
+        ]
+        return _between(found[0], found[1], weight)
+
+    tensors = layer.statistics.tensors({n: getattr(layer, n) for n in layer._learned})
+    if any(getattr(r, "reads_moments", True) for r in rules):
+        return normalize(x, rule, tensors, rows=rows)[0]
+    # Running statistics alone: the coefficients are known before x is looked at.
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    nothing = torch.zeros(1, rows.number, dtype=wide, device=x.device)
+    found = rule(Moments(nothing, nothing, 1), *tensors)
+    return _applied(x, rows, found).to(x.dtype)
+
+
+def _applied(x: Tensor, rows: Rows, found: Coefficients) -> Tensor:
+    center, scale, shift = (None if t is None else t.expand(1, rows.number) for t in found)
+    if rows.number != rows.channels or x.device.type == "mps":
+        return reference.plain_apply(x, rows, Coefficients(cast(Tensor, center), cast(Tensor, scale), shift))
+    center, scale = cast(Tensor, center)[0], cast(Tensor, scale)[0]
+    one, bias = torch.ones_like(scale), None if shift is None else shift[0]
+    return F.batch_norm(x.to(scale.dtype), center, one, scale, bias, training=False, eps=0.0)
+
+
+def _between(a: Coefficients, b: Coefficients, weight: float) -> Coefficients:
+    """Slope and intercept between two, about a centre between theirs so that no digits cancel."""
+    center = a.center + weight * (b.center - a.center)
+    scale = a.scale + weight * (b.scale - a.scale)
+    low, high = ((center - c.center) * c.scale + (0 if c.shift is None else c.shift) for c in (a, b))
+    return Coefficients(center, scale, low + weight * (high - low))

@@ -1,0 +1,151 @@
+"""Adversarial training: every image of a batch is attacked through the model as it is, and the model learns those.
+
+``adversarial(eps=4/255, units=pixels, steps=4, step=2/255)`` is a recipe; ``pgd(...)`` in the same words is a maker of
+one of two streams (:mod:`normlab.lab.recipes.streams`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._text import nearest
+from ..attacks import Attack, bim, fgsm, pgd
+from ..errors import LabError
+from ..predict import Score, score_under
+from ..seeds import generator
+from ..texts import flag, one_of, step, within
+from . import Batch, Context, Phase, arguments
+from .classify import Classify
+
+__all__ = ["KINDS", "Adversarial", "Adversary", "attacked_score", "make", "parse_adversary"]
+
+KINDS = {"fgsm": fgsm, "bim": bim, "pgd": pgd}
+_TESTED = 1000  # test images attacked after each epoch: enough to follow a training by
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """An attack during training, and how it sees the model that is being trained.
+
+    Args:
+        attack: the attack.
+        training: it sees the training mode, in which batch statistics normalize; otherwise the running ones do.
+        update: its forward passes move the running statistics of the branch they go through. The published code of
+            "Sandwich Batch Normalization" attacks in training mode with this; other branches never move.
+        of: the maker of the images that are attacked; None: those of the other stream.
+    """
+
+    attack: Attack
+    training: bool = False
+    update: bool = False
+    of: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.update and not self.training:
+            raise LabError("update=true needs mode=train: in evaluation mode no statistics move")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Pixels to adversarial pixels; the branch attacked is the one that is routed."""
+        return self.attack(
+            model, x, y, generator=generator, training=self.training, update=self.update
+        ).detach()
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "eps": within(0), "units": one_of("pixels", "standardised"), "steps": within(1, whole=True), "step": step,
+    "norm": one_of("linf", "l2"), "random_start": flag, "restarts": within(1, whole=True), "clip_start": flag,
+    "mode": one_of("eval", "train"), "update": flag, "of": str,
+}  # fmt: skip
+
+
+def parse_adversary(text: str) -> Adversary:
+    """``pgd(eps=8/255, units=pixels, steps=7, step=2/255, mode=train, update=true)``; also ``bim`` and ``fgsm``.
+
+    >>> parse_adversary("pgd(eps=8/255, units=pixels, steps=7, step=2/255)").attack.name
+    'pgd-linf eps=8/255 pixels steps=7 step=2/255'
+    """
+    kind, given = arguments(text)
+    return adversary(kind, given, text)
+
+
+def adversary(kind: str, given: Mapping[str, str], text: str) -> Adversary:
+    read: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in _READERS:
+            hint = nearest(key, _READERS) if key else f"every argument has a name: {', '.join(_READERS)}"
+            raise LabError(f"{kind} takes no argument {key or value!r}; {hint}")
+        try:
+            read[key] = _READERS[key](value)
+        except LabError as error:
+            raise LabError(f"{kind}: {key}={value}: {error}") from None
+    if "eps" not in read or "units" not in read:
+        # 8/255 of a pixel and 8/255 of a standard deviation are both plausible; nobody can guess which was meant.
+        raise LabError(f"{text!r} needs eps and its units: eps=8/255, units=pixels (of the range [0, 1]), or "
+                       "units=standardised (multiples of each channel's deviation)")  # fmt: skip
+    training, update, of = (
+        read.pop("mode", "eval") == "train",
+        read.pop("update", False),
+        read.pop("of", None),
+    )
+    size = read.pop("eps")
+    if callable(read.get("step")):
+        read["step"] = read["step"](size)
+    try:
+        return Adversary(KINDS[kind](size, **read), training, update, of)
+    except LabError as error:
+        raise LabError(f"{kind}: {error}") from None
+
+
+def attacked_score(model: nn.Module, ctx: Context, attack: Attack) -> Score:
+    """Accuracy and loss on the first thousand test images, attacked in evaluation mode through what is routed."""
+    x, y = ctx.data.test
+    draw = generator(ctx.settings.seed, "test attack", device=ctx.device)
+
+    def change(x: Tensor, y: Tensor) -> Tensor:
+        return attack(model, x, y, generator=draw)
+
+    return score_under(change, model, x[:_TESTED], y[:_TESTED])
+
+
+class Adversarial(Classify):
+    """Cross entropy of attacked images alone; the robust accuracy of each epoch is logged beside the clean one."""
+
+    score = "attacked_accuracy"
+
+    def __init__(self, adversary: Adversary, text: str = "") -> None:
+        self.adversary, self.text = adversary, text
+
+    def __repr__(self) -> str:
+        return self.text or f"adversarial({self.adversary})"
+
+    def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+        attacked = self.adversary(model, batch.x, batch.y, ctx.generator)
+        return super().step(model, batch._replace(x=attacked), ctx)
+
+    def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
+        found = attacked_score(model, ctx, self.adversary.attack)
+        own = {"attacked_accuracy": found.accuracy, "attacked_test_loss": found.loss}
+        return super().evaluate(model, ctx) | own
+
+    def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
+        if ctx.settings.ema:
+            raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
+        return super().phases(model, ctx)
+
+
+def make(given: Mapping[str, str]) -> Adversarial:
+    """The recipe from its arguments: those of an attack, and ``kind`` (pgd unless it says bim or fgsm)."""
+    given = dict(given)
+    kind = one_of(*KINDS)(given.pop("kind", "pgd"))
+    text = f"adversarial({', '.join(f'{k}={v}' for k, v in given.items())})"
+    found = adversary(kind, given, text)
+    if found.of is not None:
+        raise LabError(
+            "of=... is for one of two streams; adversarial training attacks the images of the batch"
+        )
+    return Adversarial(found, text if kind == "pgd" else text.replace("(", f"(kind={kind}, ", 1))

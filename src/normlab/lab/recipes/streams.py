@@ -1,0 +1,313 @@
+"""Two distributions through one set of weights: each stream of images has its own branch of every separated layer.
+
+Weak Augment, AdvProp and their baselines are one recipe with different makers of images::
+
+    streams(main=cutout, aux=randaugment(n=3, m=4))                              # Weak Augment
+    streams(main=standard, aux=pgd(eps=8/255, units=pixels, steps=7))            # AdvProp
+    streams(main=cutout, aux=randaugment(n=3, m=4), separated=false)             # both through one batch norm
+
+The two losses are averaged, never summed, which would double the learning rate; the optimizer makes one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..._text import words
+from ...routing import route
+from ..errors import LabError
+from ..mixing import branches_of
+from ..texts import flag, one_of
+from . import Batch, Context, Phase
+from .adversarial import KINDS, Adversary, attacked_score, parse_adversary
+from .classify import Classify
+
+if TYPE_CHECKING:
+    from ..data import Data
+
+__all__ = ["Part", "TwoStreams", "make", "parse_maker", "two_streams"]
+
+
+class Part(NamedTuple):
+    """A stream's share of a batch. Its targets are ``weight`` of ``y`` and the rest of ``other`` (MixUp, CutMix)."""
+
+    x: Tensor  # [B, C, H, W], bytes or pixels in [0, 1]
+    y: Tensor  # int64 [B]
+    other: Tensor  # int64 [B]
+    weight: Tensor  # float [B]
+
+
+# Images uint8 [N, C, H, W], labels [N], the data set and a generator, to as many images; or to images, labels, other
+# labels and the weight of the first.
+Maker = Callable[[Tensor, Tensor, "Data", torch.Generator], Any]
+
+
+@dataclass(frozen=True)
+class Stream:
+    branch: str
+    maker: Maker | None  # None: the images of the other stream
+    adversary: Adversary | None = None
+
+
+class TwoStreams(Classify):
+    """The recipe; :func:`two_streams` makes it."""
+
+    def __init__(
+        self, streams: Sequence[Stream], *, one_forward: bool, separated: bool, text: str = ""
+    ) -> None:
+        self.streams, self.one_forward, self.separated = tuple(streams), one_forward, separated
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text or f"two_streams({self.streams})"
+
+    # Images: outside of captured steps, many at once
+
+    def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
+        """The images of both streams, each augmented independently."""
+        made = [_made(s, x, y, ctx.data, generator) for s in self.streams]
+        first = next(m for m in made if m is not None)
+        parts = [first if m is None else m for m in made]
+        return Batch(parts[0].x, parts[0].y, (parts[0].other, parts[0].weight, *parts[1]))
+
+    # The step
+
+    def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+        parts = self._attacked(model, _parts(batch), ctx.generator)
+        return self.losses(model, parts, label_smoothing=ctx.settings.label_smoothing)
+
+    def losses(
+        self, model: nn.Module, parts: Sequence[Part], *, label_smoothing: float = 0.0
+    ) -> dict[str, Tensor]:
+        """Scalars of a step on images that are made already: ``loss`` is the mean of the streams' losses."""
+        logits = self._logits(model, [part.x for part in parts])
+        names = [stream.branch for stream in self.streams]
+        own = [_cross_entropy(z, part, label_smoothing) for z, part in zip(logits, parts, strict=True)]
+        right = [100 * (z.argmax(1) == part.y).float().mean() for z, part in zip(logits, parts, strict=True)]
+        found = {"loss": torch.stack(own).mean(), "train_accuracy": right[0]}
+        found |= {f"{name}_loss": loss for name, loss in zip(names, own, strict=True)}
+        return found | {f"{name}_train_accuracy": r for name, r in zip(names[1:], right[1:], strict=True)}
+
+    def loss(
+        self, model: nn.Module, x: Tensor, y: Tensor, data: Data, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """The same from images uint8 ``[N, C, H, W]`` and labels, for a training loop of your own."""
+        from ..data import pixels
+
+        made = [_made(s, x, y, data, generator) for s in self.streams]
+        first = next(m for m in made if m is not None)
+        parts = [(first if m is None else m) for m in made]
+        parts = [part._replace(x=pixels(part.x)) for part in parts]
+        return self.losses(model, self._attacked(model, parts, generator))
+
+    def _logits(self, model: nn.Module, images: Sequence[Tensor]) -> list[Tensor]:
+        """Two forward passes, or one with a branch for each sample; the same numbers up to rounding."""
+        if not self.one_forward:
+            found = []
+            for stream, x in zip(self.streams, images, strict=True):
+                with self._routed(model, stream.branch):
+                    found.append(model(x))
+            return found
+        together = torch.cat(list(images))
+        index = self._index(model, together.device, len(images[0]))
+        with nullcontext() if index is None else route(model, branch=index):
+            return list(model(together).split(len(images[0])))
+
+    def _index(self, model: nn.Module, device: torch.device, size: int) -> Tensor | None:
+        """The branch of each sample of the concatenated batch; None where one normalizer serves both."""
+        if not self.separated:
+            return None
+        known = branches_of(model)
+        places = [known.index(stream.branch) for stream in self.streams]
+        # From numbers that the host knows: nothing is copied to the device, which a captured step could not do.
+        return torch.cat([torch.full((size,), place, device=device) for place in places])
+
+    def _routed(self, model: nn.Module, branch: str) -> AbstractContextManager[Any]:
+        return route(model, branch=branch) if self.separated else nullcontext()
+
+    def _attacked(self, model: nn.Module, parts: Sequence[Part], generator: torch.Generator) -> list[Part]:
+        """An attacked stream's images are made through its own branch, so that only its statistics can move."""
+        found = []
+        for stream, part in zip(self.streams, parts, strict=True):
+            if stream.adversary is not None:
+                with self._routed(model, stream.branch):
+                    part = part._replace(x=stream.adversary(model, part.x, part.y, generator))
+            found.append(part)
+        return found
+
+    def show(self, model: nn.Module, batch: Batch, ctx: Context) -> None:
+        self._logits(model, [part.x for part in _parts(batch)])
+
+    # Testing
+
+    def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
+        """Accuracy and loss of each branch on the test images; under a stream's attack also on a thousand attacked."""
+        found: dict[str, float] = {}
+        for k, stream in enumerate(self.streams):
+            with self._routed(model, stream.branch):
+                if k == 0 or self.separated:
+                    prefix = "" if k == 0 else f"{stream.branch}_"
+                    found |= {prefix + name: v for name, v in super().evaluate(model, ctx).items()}
+                if stream.adversary is not None:
+                    score = attacked_score(model, ctx, stream.adversary.attack)
+                    found |= {"attacked_accuracy": score.accuracy, "attacked_test_loss": score.loss}
+        return found
+
+    def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
+        self.check(model)
+        settings = ctx.settings
+        if not settings.augment:
+            raise LabError("of two streams the makers say how images are changed; leave augment as it is and write "
+                           f"{self.streams[0].branch}=identity for images as they are")  # fmt: skip
+        if settings.ema and any(s.adversary for s in self.streams):
+            raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
+        for stream in self.streams:
+            if stream.adversary is not None and stream.adversary.attack.units == "standardised":
+                stream.adversary.attack.check_radius(ctx.data.std, ctx.data.test.x[0].numel())
+        return super().phases(model, ctx)
+
+    def check(self, model: nn.Module) -> None:
+        """Say what does not fit before the first step."""
+        known = branches_of(model)
+        if not self.separated:
+            if known:
+                raise LabError(f"separated=false is for a model with one set of statistics, and this one has the "
+                               f"branches {words(known)}; leave it out, or take the norm batch")  # fmt: skip
+            return
+        names = [stream.branch for stream in self.streams]
+        if not known:
+            raise LabError(f"{type(model).__name__} has no separated layers for the streams {words(names)}; take the "
+                           'norm auxiliary, convert(model, "auxiliary"), or separated=false to send both through one '
+                           "normalizer")  # fmt: skip
+        for name in names:
+            if name not in known:
+                raise LabError(f"there is no branch {name!r}; this model has {words(known)}")
+
+
+def two_streams(
+    *, forward: str = "two", separated: bool = True, text: str = "", **streams: str | Maker | Adversary
+) -> TwoStreams:
+    """A recipe for two streams of images, each through the branch that it is named after.
+
+    Args:
+        streams: two makers by the name of their branch; the first is the one that is tested. A maker is the text of an
+            augmentation (``"cutout"``, ``"randaugment(n=3, m=4)"``), of an attack (``"pgd(eps=8/255, units=pixels)"``,
+            made through the stream's own branch from the images of the other stream, or from those of another maker:
+            ``of=standard``), or a function of uint8 images, labels, data and generator that returns as many images.
+        forward: ``"two"`` forward passes, or ``"one"`` with a branch for each sample: the same numbers up to rounding.
+        separated: False sends both streams through the same normalizers, in one forward pass as one batch, in two as
+            two.
+
+    On your own model and data:
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from normlab import convert
+    >>> from normlab.lab import Data, Images, Settings, fit
+    >>> from normlab.lab.recipes.streams import two_streams
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
+    >>> net = convert(net, "auxiliary")                                        # branches main and aux
+    >>> x, y = torch.randint(256, (64, 1, 8, 8), dtype=torch.uint8), torch.randint(2, (64,))
+    >>> data = Data("mine", Images(x, y), Images(x, y), ("a", "b"), mean=(0.5,), std=(0.3,))
+    >>> def noisy(x, y, data, generator):
+    ...     noise = torch.randn(x.shape, generator=generator, device=generator.device)
+    ...     return (x / 255 + 0.2 * noise).clamp(0, 1)
+    >>> streams = two_streams(main="identity", aux=noisy)
+    >>> history = fit(net, data, Settings(epochs=2, batch_size=16), recipe=streams)
+    >>> sorted(history.epochs[-1])[:4]
+    ['accuracy', 'aux_accuracy', 'aux_loss', 'aux_test_loss']
+
+    In a training loop of your own, ``streams.loss(net, x, y, data, generator)["loss"].backward()``.
+    """
+    if forward not in ("one", "two"):
+        raise LabError(f"forward={forward!r} is not known; expected 'one' or 'two' forward passes")
+    if len(streams) != 2:
+        raise LabError(f"two streams need two makers by the names of their branches, main=... and aux=...; got "
+                       f"{words(streams) if streams else 'none'}")  # fmt: skip
+    made = [_stream(branch, maker) for branch, maker in streams.items()]
+    if all(stream.maker is None for stream in made):
+        raise LabError("both streams attack the images of the other; say of=standard in one of them")
+    return TwoStreams(made, one_forward=forward == "one", separated=separated, text=text)
+
+
+def make(given: Mapping[str, str]) -> TwoStreams:
+    """The recipe from its arguments as texts; without any, Weak Augment."""
+    given = dict(given) or {"main": "cutout", "aux": "randaugment"}
+    text = f"streams({', '.join(f'{k}={v}' if k else v for k, v in given.items())})"
+    forward = one_of("one", "two")(given.pop("forward", "two"))
+    separated = flag(given.pop("separated", "true"))
+    if "" in given:
+        raise LabError(f"{text}: {given['']!r} has no branch; write main={given['']}")
+    return two_streams(forward=forward, separated=separated, text=text, **given)
+
+
+def _stream(branch: str, maker: str | Maker | Adversary) -> Stream:
+    if isinstance(maker, str) and maker.partition("(")[0].strip() in KINDS:
+        maker = parse_adversary(maker)
+    if isinstance(maker, Adversary):
+        return Stream(branch, None if maker.of is None else parse_maker(maker.of), maker)
+    return Stream(branch, parse_maker(maker) if isinstance(maker, str) else maker)
+
+
+def parse_maker(text: str) -> Maker:
+    """The augmentation of that text. Images as they are, cropped or mirrored stay bytes, a quarter of the memory."""
+    if text in ("identity", "standard"):
+        return _identity if text == "identity" else _standard
+    from ..augmentations import parse_augmentation
+
+    return parse_augmentation(text)
+
+
+def _identity(x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Tensor:
+    return x
+
+
+def _standard(x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Tensor:
+    from ..data import augment
+
+    return augment(x, data, generator)
+
+
+def _made(stream: Stream, x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Part | None:
+    """A stream's images and targets, checked: they are made many at once, so looking at them costs little."""
+    if stream.maker is None:
+        return None
+    found = stream.maker(x, y, data, generator)
+    images, label, other, weight = (found, None, None, None) if isinstance(found, Tensor) else found
+    label = y if label is None else label
+    other = label if other is None else other
+    weight = torch.ones(len(label), device=label.device) if weight is None else weight
+    part = Part(images, label, other, weight.expand(len(label)))
+    if images.shape != x.shape or any(len(t) != len(x) for t in part):
+        lengths = f"{list(images.shape)} with {len(label)} labels"
+        raise LabError(f"the stream {stream.branch} was given images {list(x.shape)} and made {lengths}; the streams "
+                       "are two versions of the same images and have the same length")  # fmt: skip
+    if images.is_floating_point() and images.numel():
+        low, high = (float(v) for v in images.aminmax())
+        if not (low >= -1e-4 and high <= 1 + 1e-4):
+            raise LabError(f"the stream {stream.branch} made pixels from {low:.3g} to {high:.3g}; expected floats in "
+                           "[0, 1], or bytes; standardise inside the model and not in an augmentation")  # fmt: skip
+    elif images.dtype != torch.uint8:
+        raise LabError(
+            f"the stream {stream.branch} made images of {images.dtype}; expected uint8, or floats in [0, 1]"
+        )
+    return part
+
+
+def _parts(batch: Batch) -> list[Part]:
+    other, weight, *second = batch.more
+    return [Part(batch.x, batch.y, other, weight), Part(*second)]
+
+
+def _cross_entropy(logits: Tensor, part: Part, smoothing: float) -> Tensor:
+    def against(y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, reduction="none", label_smoothing=smoothing)
+
+    return (part.weight * against(part.y) + (1 - part.weight) * against(part.other)).mean()
