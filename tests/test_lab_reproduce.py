@@ -1,5 +1,6 @@
 """Reproductions: the paper's figures are consistent with its text, and every entry runs end to end at a tiny scale."""
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from normlab.lab import data as data_sets
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.models import Classifier, Standardize
@@ -18,14 +20,17 @@ from normlab.lab.store import load_checkpoint, locked
 from normlab.lab.study import load_data, train
 
 ENTRIES = reproduce.entries()
+WITH_PAGE = ("vulnerability-table3", "vulnerability-table12", "vulnerability-fig2", "vulnerability-fig5")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Nets this small are slower on two threads, and the tests run side by side."""
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    """Small nets are slower on two threads, and tests run side by side; embedded data are read once, not for each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("normlab.lab.data._read", functools.cache(data_sets._read))
+        yield
     torch.set_num_threads(before)
 
 
@@ -132,8 +137,16 @@ def test_every_table_and_figure_is_there():
         assert entry.name in text and entry.what in text and entry.full in text
 
 
+def titles_only(results, path, *, comparisons, **more):
+    """In place of the page, which takes most of the time and has tests of its own."""
+    path.write_text("\n".join(c.title for c in comparisons))
+    return path
+
+
 @pytest.mark.parametrize("name", ENTRIES)
-def test_entry_runs(name, tmp_path):
+def test_entry_runs(name, tmp_path, monkeypatch):
+    if name not in WITH_PAGE:
+        monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     outcome = reproduce.run(name, tmp_path, scale="smoke", device="cpu")
     assert outcome.figures and outcome.comparisons
     for figure in outcome.figures:
@@ -160,7 +173,8 @@ def test_entry_runs(name, tmp_path):
     assert str(outcome).splitlines()[0] == outcome.comparisons[0].title
 
 
-def test_paper_and_ours_stand_beside_each_other(tmp_path):
+def test_paper_and_ours_stand_beside_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     outcome = reproduce.run("vulnerability-table2", tmp_path, scale="smoke", device="cpu")
     rows = {(r.label, r.column): r for r in outcome.comparisons[0].rows}
     assert len(rows) == 8
@@ -174,6 +188,7 @@ def test_paper_and_ours_stand_beside_each_other(tmp_path):
 
 
 def test_second_run_trains_nothing_and_gives_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     first = reproduce.run("vulnerability-table11", tmp_path, scale="smoke", device="cpu")
 
     def refuse(*args, **more):
@@ -184,7 +199,9 @@ def test_second_run_trains_nothing_and_gives_the_same(tmp_path, monkeypatch):
     assert again.comparisons == first.comparisons
 
 
-def test_work_is_split_between_processes(tmp_path):
+def test_work_is_split_between_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+
     def run(**more):
         return reproduce.run("vulnerability-table2", tmp_path, scale="smoke", device="cpu", **more)
 
@@ -513,6 +530,7 @@ def test_images_of_a_folder(tmp_path):
 
 def test_tables_5_and_10_at_the_papers_scale_on_local_weights(tmp_path, monkeypatch):
     """The code of --full from weights to table, on small networks and pictures in place of torchvision's."""
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     from PIL import Image
 
     for number in range(3):

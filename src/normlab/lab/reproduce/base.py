@@ -167,11 +167,13 @@ def save_figure(figure: Figure, folder: Path, name: str) -> Path:
 
     import matplotlib.pyplot as plt
 
+    figure.draw_without_rendering()  # lays it out; otherwise each format would again
+    figure.set_layout_engine("none")
     for kind in ("svg", "png"):
         buffer = io.BytesIO()
         # No date inside: the same results give the same file.
         metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(buffer, format=kind, dpi=150, bbox_inches="tight", metadata=metadata)
+        figure.savefig(buffer, format=kind, dpi=130, metadata=metadata)
         write_atomic(folder / f"{name}.{kind}", buffer.getvalue())
     plt.close(figure)
     return folder / f"{name}.png"
