@@ -63,7 +63,7 @@ def _packed(at: Path | None, scale: float, h: int, w: int) -> Textures:
 
 
 def _fitting(picture: Tensor, scale: float, h: int, w: int) -> Tensor:
-    # One pixel of room at least. Linear without smoothing, as OpenCV's resize: at 1/5 it takes every fifth pixel.
+    # One pixel of room at least. Smaller by taking the nearest pixel: at 1/5 that is OpenCV's linear resize.
     needed = max((h + 1) / picture.shape[1], (w + 1) / picture.shape[2])
     if max(scale, needed) == 1:
         return picture
