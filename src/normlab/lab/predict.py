@@ -211,7 +211,7 @@ def predict_with(
     """``(1 - weight) * p_first + weight * p_second``: prediction under interpolation of two branches.
 
     Of ``"probabilities"``, or of ``"logits"``, which gives other predictions; both from one forward pass over the
-    images twice. Of ``"coefficients"`` every separated layer lies between the branches, in a forward pass over the images once
+    images twice. Of ``"coefficients"`` every separated layer lies between the branches, in a pass over the images once
     (:func:`normlab.lab.mixing.mixed_branches`). The result is a model: measure it, attack it, ask it for logits.
     """
     if len(branches) != 2 or not 0 <= weight <= 1:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RECIPES", "Batch", "Context", "Phase", "Recipe", "arguments", "recipe"]
 
 # Modules of this package that define `RECIPE`, or `make` if it takes arguments.
-RECIPES: tuple[str, ...] = ("classify", "streams", "adversarial")
+RECIPES: tuple[str, ...] = ("classify", "augmented", "streams", "adversarial")
 
 
 class Batch(NamedTuple):

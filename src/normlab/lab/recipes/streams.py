@@ -11,14 +11,13 @@ The two losses are averaged, never summed, which would double the learning rate;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..._text import words
 from ...routing import route
@@ -28,25 +27,12 @@ from ..texts import flag, one_of
 from . import Batch, Context, Phase
 from .adversarial import KINDS, Adversary, attacked_score, parse_adversary
 from .classify import Classify
+from .makers import Maker, Part, cross_entropy, made, parse_maker
 
 if TYPE_CHECKING:
     from ..data import Data
 
-__all__ = ["Part", "TwoStreams", "make", "parse_maker", "two_streams"]
-
-
-class Part(NamedTuple):
-    """A stream's share of a batch. Its targets are ``weight`` of ``y`` and the rest of ``other`` (MixUp, CutMix)."""
-
-    x: Tensor  # [B, C, H, W], bytes or pixels in [0, 1]
-    y: Tensor  # int64 [B]
-    other: Tensor  # int64 [B]
-    weight: Tensor  # float [B]
-
-
-# Images uint8 [N, C, H, W], labels [N], the data set and a generator, to as many images; or to images, labels, other
-# labels and the weight of the first.
-Maker = Callable[[Tensor, Tensor, "Data", torch.Generator], Any]
+__all__ = ["Part", "Stream", "TwoStreams", "make", "two_streams"]
 
 
 @dataclass(frozen=True)
@@ -72,10 +58,13 @@ class TwoStreams(Classify):
 
     def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
         """The images of both streams, each augmented independently."""
-        made = [_made(s, x, y, ctx.data, generator) for s in self.streams]
-        first = next(m for m in made if m is not None)
-        parts = [first if m is None else m for m in made]
+        parts = self._parts(x, y, ctx.data, generator)
         return Batch(parts[0].x, parts[0].y, (parts[0].other, parts[0].weight, *parts[1]))
+
+    def _parts(self, x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> list[Part]:
+        found = [_made(stream, x, y, data, generator) for stream in self.streams]
+        first = next(part for part in found if part is not None)
+        return [first if part is None else part for part in found]
 
     # The step
 
@@ -89,7 +78,7 @@ class TwoStreams(Classify):
         """Scalars of a step on images that are made already: ``loss`` is the mean of the streams' losses."""
         logits = self._logits(model, [part.x for part in parts])
         names = [stream.branch for stream in self.streams]
-        own = [_cross_entropy(z, part, label_smoothing) for z, part in zip(logits, parts, strict=True)]
+        own = [cross_entropy(z, part, label_smoothing) for z, part in zip(logits, parts, strict=True)]
         right = [100 * (z.argmax(1) == part.y).float().mean() for z, part in zip(logits, parts, strict=True)]
         found = {"loss": torch.stack(own).mean(), "train_accuracy": right[0]}
         found |= {f"{name}_loss": loss for name, loss in zip(names, own, strict=True)}
@@ -101,10 +90,7 @@ class TwoStreams(Classify):
         """The same from images uint8 ``[N, C, H, W]`` and labels, for a training loop of your own."""
         from ..data import pixels
 
-        made = [_made(s, x, y, data, generator) for s in self.streams]
-        first = next(m for m in made if m is not None)
-        parts = [(first if m is None else m) for m in made]
-        parts = [part._replace(x=pixels(part.x)) for part in parts]
+        parts = [part._replace(x=pixels(part.x)) for part in self._parts(x, y, data, generator)]
         return self.losses(model, self._attacked(model, parts, generator))
 
     def _logits(self, model: nn.Module, images: Sequence[Tensor]) -> list[Tensor]:
@@ -256,58 +242,11 @@ def _stream(branch: str, maker: str | Maker | Adversary) -> Stream:
     return Stream(branch, parse_maker(maker) if isinstance(maker, str) else maker)
 
 
-def parse_maker(text: str) -> Maker:
-    """The augmentation of that text. Images as they are, cropped or mirrored stay bytes, a quarter of the memory."""
-    if text in ("identity", "standard"):
-        return _identity if text == "identity" else _standard
-    from ..augmentations import parse_augmentation
-
-    return parse_augmentation(text)
-
-
-def _identity(x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Tensor:
-    return x
-
-
-def _standard(x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Tensor:
-    from ..data import augment
-
-    return augment(x, data, generator)
-
-
 def _made(stream: Stream, x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Part | None:
-    """A stream's images and targets, checked: they are made many at once, so looking at them costs little."""
-    if stream.maker is None:
-        return None
-    found = stream.maker(x, y, data, generator)
-    images, label, other, weight = (found, None, None, None) if isinstance(found, Tensor) else found
-    label = y if label is None else label
-    other = label if other is None else other
-    weight = torch.ones(len(label), device=label.device) if weight is None else weight
-    part = Part(images, label, other, weight.expand(len(label)))
-    if images.shape != x.shape or any(len(t) != len(x) for t in part):
-        lengths = f"{list(images.shape)} with {len(label)} labels"
-        raise LabError(f"the stream {stream.branch} was given images {list(x.shape)} and made {lengths}; the streams "
-                       "are two versions of the same images and have the same length")  # fmt: skip
-    if images.is_floating_point() and images.numel():
-        low, high = (float(v) for v in images.aminmax())
-        if not (low >= -1e-4 and high <= 1 + 1e-4):
-            raise LabError(f"the stream {stream.branch} made pixels from {low:.3g} to {high:.3g}; expected floats in "
-                           "[0, 1], or bytes; standardise inside the model and not in an augmentation")  # fmt: skip
-    elif images.dtype != torch.uint8:
-        raise LabError(
-            f"the stream {stream.branch} made images of {images.dtype}; expected uint8, or floats in [0, 1]"
-        )
-    return part
+    who = f"the stream {stream.branch}"
+    return None if stream.maker is None else made(stream.maker, x, y, data, generator, who)
 
 
 def _parts(batch: Batch) -> list[Part]:
     other, weight, *second = batch.more
     return [Part(batch.x, batch.y, other, weight), Part(*second)]
-
-
-def _cross_entropy(logits: Tensor, part: Part, smoothing: float) -> Tensor:
-    def against(y: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y, reduction="none", label_smoothing=smoothing)
-
-    return (part.weight * against(part.y) + (1 - part.weight) * against(part.other)).mean()

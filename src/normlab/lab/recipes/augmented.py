@@ -1,0 +1,47 @@
+"""Classification of images that one maker makes: ``augmented(randaugment(n=3, m=4))``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LabError
+from . import Batch, Context
+from .classify import Classify
+from .makers import Maker, Part, cross_entropy, made, parse_maker
+
+__all__ = ["Augmented", "make"]
+
+
+class Augmented(Classify):
+    """Cross entropy of a maker's images, against two labels in proportion where it mixes them."""
+
+    def __init__(self, maker: Maker, text: str = "") -> None:
+        self.maker, self.text = maker, text
+
+    def __repr__(self) -> str:
+        return self.text or f"augmented({self.maker})"
+
+    def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
+        if not ctx.settings.augment:
+            raise LabError("the recipe augmented says how images are changed; leave augment as it is, and write "
+                           "augmented(identity) for images as they are")  # fmt: skip
+        part = made(self.maker, x, y, ctx.data, generator, repr(self))
+        return Batch(part.x, part.y, (part.other, part.weight))
+
+    def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+        logits = model(batch.x)  # [B, classes]
+        part = Part(batch.x, batch.y, *batch.more)
+        loss = cross_entropy(logits, part, ctx.settings.label_smoothing)
+        return {"loss": loss, "train_accuracy": 100 * (logits.argmax(1) == batch.y).float().mean()}
+
+
+def make(given: Mapping[str, str]) -> Augmented:
+    """The recipe from its argument, the text of a maker."""
+    if list(given) != [""]:
+        raise LabError(
+            "augmented takes one augmentation, or several joined by +: augmented(standard+cutout(16))"
+        )
+    return Augmented(parse_maker(given[""]), f"augmented({given['']})")

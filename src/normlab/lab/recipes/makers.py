@@ -1,0 +1,120 @@
+"""Makers: what turns a block of training images into those that a stream is trained on, and the loss on them.
+
+A maker is the text of an augmentation, several joined by ``+`` (``standard+gaussian(std=0.2)``), or a function of uint8
+images ``[N, C, H, W]``, labels, the data set and a generator that returns as many images, uint8 or floats in [0, 1]; or
+images, labels, other labels and the weight of the first, as MixUp and CutMix do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import LabError
+
+if TYPE_CHECKING:
+    from ..data import Data
+
+__all__ = ["Maker", "Part", "cross_entropy", "made", "parse_maker"]
+
+Maker = Callable[[Tensor, Tensor, "Data", torch.Generator], Any]
+
+
+class Part(NamedTuple):
+    """Images and targets: ``weight`` of ``y`` and the rest of ``other`` (MixUp, CutMix)."""
+
+    x: Tensor  # [B, C, H, W], bytes or pixels in [0, 1]
+    y: Tensor  # int64 [B]
+    other: Tensor  # int64 [B]
+    weight: Tensor  # float [B]
+
+
+def parse_maker(text: str) -> Maker:
+    """The augmentation of that text, or several joined by ``+``, one after the other."""
+    steps = [_step(part) for part in _split(text)]
+    if not steps:
+        raise LabError("a maker has no name; write identity for images as they are")
+    return steps[0] if len(steps) == 1 else _Chain(steps)
+
+
+def _split(text: str) -> list[str]:
+    """At each + outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "+" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [p.strip() for p in parts if p.strip()]
+
+
+def _step(text: str) -> Maker:
+    # Images as they are, cropped or mirrored stay bytes, a quarter of the memory.
+    if text in ("identity", "standard"):
+        return _identity if text == "identity" else _standard
+    from ..augmentations import parse_augmentation
+
+    return parse_augmentation(text)
+
+
+def _identity(x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Tensor:
+    return x
+
+
+def _standard(x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Tensor:
+    from ..data import augment
+
+    return augment(x, data, generator)
+
+
+class _Chain:
+    def __init__(self, steps: Sequence[Maker]) -> None:
+        self.steps = steps
+
+    def __call__(self, x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Any:
+        other = weight = None
+        found: Tensor = x
+        for step in self.steps:
+            # Augmentations take bytes; what an earlier one made is rounded to them, as a stored image would be.
+            x = found if found.dtype == torch.uint8 else (found * 255).round().to(torch.uint8)
+            made = step(x, y, data, generator)
+            found, y, second, share = (made, y, None, None) if isinstance(made, Tensor) else made
+            if second is not None and other is not None:
+                raise LabError("two of the augmentations joined by + mix labels; only one can")
+            other, weight = (other, weight) if second is None else (second, share)
+        return found, y, other, weight
+
+
+def made(maker: Maker, x: Tensor, y: Tensor, data: Data, generator: torch.Generator, who: str) -> Part:
+    """A maker's images and targets, checked: they are made many at once, so looking at them costs little."""
+    found = maker(x, y, data, generator)
+    images, label, other, weight = (found, None, None, None) if isinstance(found, Tensor) else found
+    label = y if label is None else label
+    other = label if other is None else other
+    weight = torch.ones(len(label), device=label.device) if weight is None else weight
+    if images.shape != x.shape or any(len(t) != len(x) for t in (label, other)) or len(weight) != len(label):
+        lengths = f"{list(images.shape)} with {len(label)} labels"
+        raise LabError(f"{who} was given images {list(x.shape)} and made {lengths}; the streams of a network are "
+                       "versions of the same images and have the same length")  # fmt: skip
+    if images.is_floating_point() and images.numel():
+        low, high = (float(v) for v in images.aminmax())
+        if not (low >= -1e-4 and high <= 1 + 1e-4):
+            raise LabError(f"{who} made pixels from {low:.3g} to {high:.3g}; expected floats in [0, 1], or bytes; "
+                           "standardise inside the model and not in an augmentation")  # fmt: skip
+    elif images.dtype != torch.uint8:
+        raise LabError(f"{who} made images of {images.dtype}; expected uint8, or floats in [0, 1]")
+    return Part(images, label, other, weight)
+
+
+def cross_entropy(logits: Tensor, part: Part, smoothing: float) -> Tensor:
+    """The mean over the batch, against both labels in their proportion."""
+
+    def against(y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, reduction="none", label_smoothing=smoothing)
+
+    return (part.weight * against(part.y) + (1 - part.weight) * against(part.other)).mean()
