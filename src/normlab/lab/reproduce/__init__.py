@@ -9,6 +9,7 @@ its standard error.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -24,7 +25,7 @@ from .base import Context, Entry, Outcome, Scale, as_text
 if TYPE_CHECKING:
     from ..loop import Watcher
 
-__all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "listing", "parse_only", "parse_seeds", "run"]
+__all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "listing", "parse_only", "run"]
 
 PAPERS = ("vulnerability",)  # modules of this package with ENTRIES, by the paper's short name
 
@@ -113,30 +114,13 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
     return replace(outcome, report=page)
 
 
-def parse_seeds(text: str) -> int | list[int]:
-    """``3`` is three seeds, ``0,2,5`` are those.
-
-    >>> parse_seeds("3"), parse_seeds("1,"), parse_seeds("0,2,5")
-    (3, [1], [0, 2, 5])
-    """
-    try:
-        found = [int(t) for t in text.split(",") if t.strip()]
-    except ValueError:
-        found = []
-    if not found or min(found) < 0 or (found == [0] and "," not in text):
-        raise LabError(
-            f"--seeds is a number of seeds, 3, or the seeds themselves, 0,2,5 (one: 2,); got {text!r}"
-        )
-    return found if "," in text else found[0]
-
-
 def parse_only(text: str) -> dict[str, str]:
-    """``norm=batch,seed=1``.
+    """Settings and their values; commas inside of parentheses are the norm's own.
 
-    >>> parse_only("norm=batch,seed=1")
-    {'norm': 'batch', 'seed': '1'}
+    >>> parse_only("norm=batch(eps=1e-3, momentum=None),seed=1")
+    {'norm': 'batch(eps=1e-3, momentum=None)', 'seed': '1'}
     """
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    pairs = [part.partition("=") for part in re.split(r",(?![^(]*\))", text) if part.strip()]
     if any(not found or not name.strip() for name, found, _ in pairs):
         raise LabError(f"--only is settings and their values, norm=batch,seed=1; got {text!r}")
     return {name.strip(): value.strip() for name, _, value in pairs}
