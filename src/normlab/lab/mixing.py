@@ -88,13 +88,15 @@ def _mixed(layer: Norm, places: Sequence[int], weight: float) -> Callable[..., T
     plain = layer.forward
 
     def forward(x: Tensor, condition: Any = None, *, residual: Tensor | None = None, **given: Any) -> Tensor:
-        if layer._uses_batch():
+        over_batch = any(pool.over_batch for pool in layer.statistics.pools)
+        if layer.track_running_stats and layer._uses_batch():
             raise LabError("mixed_branches is for evaluation; call model.eval() before it")
         known = not layer._predictor and not {"class", "style"} & set(layer.affine_terms)
+        known = known and (layer.track_running_stats or not over_batch)
         if known and not isinstance(layer.statistics, Positional):
             y = _at_once(layer, x, places, weight)
             return activate(y if residual is None else y + residual, layer.act)
-        # Statistics at each position, or affine maps of samples: the mean of both outputs, before an activation.
+        # Statistics at each position or of this batch, affine maps of samples: the mean of both outputs, before an activation.
         label = current(layer).label
         given = {"label": label, **given} if "label" in layer.wants and label is not None else given
         act, layer.act = layer.act, None

@@ -1,0 +1,512 @@
+"""Two streams of images through two branches: the same numbers in one forward pass and in two, and nothing leaks."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from normlab import convert, route
+from normlab.lab import Data, Images, Settings, build, fit, load, measure
+from normlab.lab.attacks import bim
+from normlab.lab.cli import main
+from normlab.lab.errors import LabError
+from normlab.lab.evaluate import parse, predict_with
+from normlab.lab.loop import Watcher
+from normlab.lab.mixing import mixed_branches
+from normlab.lab.norms import parse_norm
+from normlab.lab.recipes import Context, arguments, recipe
+from normlab.lab.recipes.adversarial import Adversarial, parse_adversary
+from normlab.lab.recipes.makers import Part, cross_entropy, parse_maker
+from normlab.lab.recipes.streams import two_streams
+from normlab.lab.seeds import generator
+from normlab.lab.store import read_lines
+
+SEPARATED = [
+    "auxiliary", "sandwich_auxiliary", "auxiliary(shared_affine=True)", 'separated("batch_group(4)")',
+    'separated("switchable")', 'separated("switchable", affine="sandwich")', "auxiliary(ghost=4)",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return load("digits").subset(160, 80)
+
+
+def streams_of(text: str) -> Any:
+    return recipe(text)
+
+
+def noisy(x, y, data, draw):
+    return (x / 255 + 0.2 * torch.randn(x.shape, generator=draw)).clamp(0, 1)
+
+
+def context(data: Data, **values) -> Context:
+    settings = Settings(**{"data": "digits", "norm": "auxiliary", "batch_size": 32, **values})
+    return Context(settings, data, torch.device("cpu"), generator(0, "step"))
+
+
+def net(data: Data, norm: str, seed: int = 0) -> Any:
+    """A small network in double precision, its branches unlike each other."""
+    model = build("small", data, norm, seed=seed, width=4).double()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "branch_" in name:
+                p.add_(0.3 * torch.randn(p.shape, generator=draw, dtype=p.dtype))
+    return model
+
+
+def parts_of(data: Data, n: int = 16) -> list[Part]:
+    draw, y = torch.Generator().manual_seed(2), data.train.y[:n]
+    x = data.train.x[:n].double() / 255
+    far = (x + 0.3 * torch.rand(x.shape, generator=draw, dtype=x.dtype)).clamp(0, 1)
+    ones = torch.ones(n, dtype=x.dtype)
+    return [Part(x, y, y, ones), Part(far, y, y, ones)]
+
+
+def stepped(model: nn.Module, streams, parts) -> dict[str, torch.Tensor]:
+    """Losses, gradients and buffers after one step."""
+    model.train()
+    found = streams.losses(model, parts)
+    found["loss"].backward()
+    own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {**{k: v.detach() for k, v in found.items()}, **own, **dict(model.named_buffers())}
+
+
+# One forward pass and two ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", SEPARATED)
+def test_one_mixed_forward_has_the_numbers_of_two(data, norm):
+    parts = parts_of(data)
+    two, one = (
+        stepped(net(data, norm), two_streams(main="identity", aux=noisy, forward=how), parts)
+        for how in ("two", "one")
+    )
+    assert two.keys() == one.keys()
+    for name, value in two.items():
+        assert torch.allclose(value, one[name], rtol=1e-9, atol=1e-9), name
+    assert not torch.allclose(two["main_loss"], two["aux_loss"], rtol=1e-3)
+
+
+def test_losses_are_averaged_not_summed(data):
+    """With equal streams and equal branches the step is that of plain batch norm, gradients included."""
+    parts = parts_of(data)
+    plain = build("small", data, "batch", seed=0, width=4).double()
+    F.cross_entropy(plain(parts[0].x), parts[0].y).backward()
+    split = build("small", data, "auxiliary", seed=0, width=4).double()
+    found = two_streams(main="identity", aux="identity").losses(split, [parts[0], parts[0]])
+    found["loss"].backward()
+    assert torch.allclose(found["loss"], F.cross_entropy(plain(parts[0].x), parts[0].y))
+    whole, half = ({n: p.grad for n, p in m.net.named_parameters()} for m in (plain, split))
+    for name, gradient in whole.items():
+        assert gradient is not None
+        if gradient.dim() > 1:
+            assert_close(half[name], gradient, rtol=0, atol=1e-10)
+    gamma = next(n for n in half if n.endswith("branch_weight.main"))
+    shared = whole[gamma.replace("branch_weight.main", "weight")]
+    assert shared is not None
+    assert_close(half[gamma], shared / 2)
+
+
+def test_one_normalizer_for_both_takes_the_concatenated_batch(data):
+    parts = parts_of(data)
+    model = build("small", data, "batch", seed=0, width=4).double()
+    other = copy.deepcopy(model)
+    both = two_streams(main="identity", aux=noisy, separated=False, forward="one")
+    found = stepped(model, both, parts)
+    logits = other.train()(torch.cat([p.x for p in parts]))
+    loss = F.cross_entropy(logits, torch.cat([p.y for p in parts]))
+    assert torch.allclose(found["loss"], loss)
+    for name, buffer in other.named_buffers():
+        assert torch.equal(buffer, dict(model.named_buffers())[name]), name
+    halves = stepped(copy.deepcopy(other), two_streams(main="identity", aux=noisy, separated=False), parts)
+    assert not torch.allclose(halves["loss"], loss, rtol=1e-4)
+
+
+def test_labels_that_are_mixed(data):
+    (first, _), draw = parts_of(data), torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 10, generator=draw, dtype=torch.float64)
+    other, weight = first.y.flip(0), torch.rand(16, generator=draw, dtype=torch.float64)
+    target = weight[:, None] * F.one_hot(first.y, 10) + (1 - weight)[:, None] * F.one_hot(other, 10)
+    found = cross_entropy(logits, first._replace(other=other, weight=weight), 0.1)
+    assert torch.allclose(found, F.cross_entropy(logits, target, label_smoothing=0.1))
+
+
+# Attacks through the stream's own branch --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "aux_batches"), [("mode=train, update=true", 4), ("mode=train", 1), ("mode=eval", 1)]
+)
+def test_attacks_move_the_statistics_of_their_own_branch_at_most(data, how, aux_batches):
+    streams = streams_of(f"streams(main=identity, aux=pgd(eps=0.1, units=pixels, steps=3, {how}))")
+    model, alone = (build("small", data, "auxiliary", seed=0, width=4) for _ in range(2))
+    ctx = context(data)
+    batch = streams.images(*(t[:32] for t in data.train), ctx, ctx.generator)
+    batch = batch._replace(x=batch.x / 255, more=(*batch.more[:2], batch.more[2] / 255, *batch.more[3:]))
+    streams.step(model.train(), batch, ctx)["loss"].backward()
+    with route(alone.train(), branch="main"):
+        alone(batch.x)
+    for name, buffer in model.named_buffers():
+        if name.endswith("num_batches_tracked"):
+            assert buffer.tolist() == [1, aux_batches], name
+        elif "running" in name:
+            assert torch.equal(buffer[0], dict(alone.named_buffers())[name][0]), name
+    assert all(p.requires_grad and p.grad is not None for p in model.parameters())
+
+
+def test_attack_goes_through_the_aux_branch(data):
+    """A branch that lets nothing through has no gradient, so an attack through it moves no pixel."""
+    model = net(data, "auxiliary").float()
+    last = [m for m in model.modules() if hasattr(m, "branch_weight")][-1]
+    with torch.no_grad():
+        last.branch_weight["aux"].zero_()
+    streams = streams_of("streams(main=identity, aux=bim(eps=0.1, units=pixels, steps=2))")
+    parts = [p._replace(x=p.x.float(), weight=p.weight.float()) for p in parts_of(data)]
+    found = streams._attacked(model, parts, torch.Generator())
+    assert torch.equal(found[1].x, parts[1].x) and found[0] is parts[0]
+    other = streams_of("streams(aux=identity, main=bim(eps=0.1, units=pixels, steps=2))")
+    moved = other._attacked(model, parts, torch.Generator())[1].x - parts[1].x
+    assert moved.abs().amax() == pytest.approx(0.1, abs=1e-6)
+
+
+def test_attack_is_of_the_images_of_the_other_stream_unless_said(data):
+    ctx, crop = context(data), replace(data, crop=2)
+    ctx = replace(ctx, data=crop)
+    same = streams_of("streams(main=standard, aux=pgd(eps=0.1, units=pixels))")
+    batch = same.images(*(t[:32] for t in data.train), ctx, torch.Generator().manual_seed(0))
+    assert torch.equal(batch.x, batch.more[2]) and not torch.equal(batch.x, data.train.x[:32])
+    apart = streams_of("streams(main=standard, aux=pgd(eps=0.1, units=pixels, of=identity))")
+    batch = apart.images(*(t[:32] for t in data.train), ctx, torch.Generator().manual_seed(0))
+    assert torch.equal(batch.more[2], data.train.x[:32]) and not torch.equal(batch.x, batch.more[2])
+
+
+# Training ----------------------------------------------------------------------------------------------------------
+
+
+def test_training_is_taken_up_where_it_was(data, tmp_path):
+    text = "streams(main=identity, aux=pgd(eps=0.1, units=pixels, steps=2, mode=train, update=true))"
+    settings = Settings(data="digits", norm="auxiliary", recipe=text, epochs=3, batch_size=32, width=4)
+
+    class Stop(Watcher):
+        def epoch(self, line):
+            raise KeyboardInterrupt
+
+    def run(folder, **more):
+        model = build("small", data, "auxiliary", seed=0, width=4)
+        return fit(model, data, settings, folder=folder, **more), model
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a", progress=Stop())
+    assert len(read_lines(tmp_path / "a" / "log.jsonl")) == 1
+    history, resumed = run(tmp_path / "a")
+    straight, other = run(None)
+    for a, b in zip(history.epochs, straight.epochs, strict=True):
+        assert {k: v for k, v in a.items() if k != "seconds"} == {
+            k: v for k, v in b.items() if k != "seconds"
+        }
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in resumed.state_dict().items())
+    logged = {
+        "main_loss",
+        "aux_loss",
+        "test_loss",
+        "aux_test_loss",
+        "attacked_test_loss",
+        "attacked_accuracy",
+    }
+    assert logged <= history.epochs[-1].keys()
+
+
+def test_branches_learn_their_own_images(data):
+    """Images whose grey is inverted go through aux: each branch is better on its own than on the other's."""
+    whole = load("digits")
+
+    def inverted(x, y, data, draw):
+        return 255 - x
+
+    model = build("small", whole, "auxiliary", seed=0)
+    settings = Settings(data="digits", norm="auxiliary", epochs=4, batch_size=32)
+    fit(model, whole, settings, recipe=two_streams(main="identity", aux=inverted, forward="one"))
+    negative = replace(whole, test=Images(255 - whole.test.x, whole.test.y))
+    own, other = measure(model, whole, ["clean(branch=main)", "clean(branch=aux)"])
+    there, here = measure(model, negative, ["clean(branch=main)", "clean(branch=aux)"])
+    assert min(own["accuracy"], here["accuracy"]) > 90
+    assert own["accuracy"] > other["accuracy"] + 3 and here["accuracy"] > there["accuracy"] + 3
+
+
+def test_averaged_weights_have_statistics_of_both_branches(data):
+    model = build("small", data, "auxiliary", seed=0, width=4)
+    streams = two_streams(main="identity", aux=lambda x, y, data, draw: x // 2)
+    fit(model, data, Settings(data="digits", epochs=1, batch_size=32, ema=0.9), recipe=streams)
+    first: Any = next(m for m in model.modules() if hasattr(m, "running_mean"))
+    assert first.num_batches_tracked.tolist() == [5, 5]
+    low, high = first.running_var[1].sum(), first.running_var[0].sum()
+    assert float(low / high) == pytest.approx(0.25, abs=0.03)
+
+
+def test_adversarial_training_makes_robust():
+    data = load("digits").subset(800, 200)
+    attack = "pgd(eps=0.15, units=pixels, steps=10)"
+    found = {}
+    for text in ("classify", "adversarial(eps=0.15, units=pixels, steps=3, step=0.1, mode=train)"):
+        model = build("small", data, "batch", seed=0)
+        history = fit(model, data, Settings(data="digits", epochs=5, batch_size=32, lr=0.05, recipe=text))
+        found[text] = [r["accuracy"] for r in measure(model, data, ["clean", attack])]
+        if text != "classify":
+            assert history.epochs[-1]["attacked_accuracy"] > history.epochs[0]["attacked_accuracy"]
+    (clean, broken), (_, robust) = found.values()
+    assert clean > 90 and robust > broken + 15
+
+
+def test_recipe_from_the_command_line(tmp_path, capsys):
+    text = "streams(main=identity, aux=fgsm(eps=0.1, units=pixels))"
+    main_arguments = [
+        "train",
+        "--out",
+        str(tmp_path / "run"),
+        "--recipe",
+        text,
+        "--norm",
+        "auxiliary",
+        "--data",
+        "digits",
+    ]
+    main_arguments += [
+        "--epochs",
+        "1",
+        "--train-size",
+        "64",
+        "--test-size",
+        "32",
+        "--width",
+        "4",
+        "--device",
+        "cpu",
+    ]
+    main_arguments += ["--measure", "between(weights=[0, 0.5, 1]),clean(branch=aux)"]
+    with pytest.raises(SystemExit) as end:
+        main(main_arguments)
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and "probabilities between main and aux" in said and "branch aux" in said
+    assert Settings.read(tmp_path / "run" / "settings.toml").recipe == text
+
+
+# Between the branches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "norm", [*SEPARATED, 'separated("positional")', 'separated("group(2)")', 'separated("batch_group(24)")']
+)
+def test_mixed_layers_are_means_of_both_outputs(norm):
+    layer = parse_norm(norm).make(8).double()
+    x = torch.randn(6, 8, 5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3 + 40
+    for k, branch in enumerate(("main", "aux")):
+        with torch.no_grad():
+            for p in (p for n, p in layer.named_parameters() if n.endswith(branch)):
+                p.add_(torch.linspace(0, 1, 8, dtype=p.dtype) * (k + 1))
+        layer.train()(x * (1 + k) + k, branch)
+    layer.eval()
+    before = dict(layer.state_dict())
+    main, aux = layer(x, "main"), layer(x, "aux")
+    for weight in (0.0, 0.3, 1.0):
+        with mixed_branches(layer, weight):
+            y = layer(x)
+        assert torch.allclose(y, (1 - weight) * main + weight * aux, atol=1e-9)
+    assert torch.equal(layer(x, "aux"), aux) and "forward" not in vars(layer)
+    assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+
+
+def test_mixed_layers_keep_activation_and_residual():
+    layer: Any = parse_norm('auxiliary(act="relu")').make(4).eval()
+    with torch.no_grad():
+        layer.branch_bias["aux"].fill_(-1.0)
+    x, more = torch.randn(2, 3, 4, 5, 5).unbind(0)
+    with mixed_branches(layer, 0.5):
+        y = layer(x, residual=more)
+    assert torch.allclose(y, (x - 0.5 + more).relu(), atol=1e-4)
+
+
+def trained(data: Data) -> nn.Module:
+    model = build("small", data, "auxiliary", seed=0)
+    fit(
+        model,
+        data,
+        Settings(data="digits", epochs=1, batch_size=32),
+        recipe=two_streams(main="identity", aux=noisy),
+    )
+    return model
+
+
+def test_one_batched_forward_for_both_and_one_of_half_the_size(data):
+    model, sizes = trained(data), []
+    next(m for m in model.modules() if isinstance(m, nn.Conv2d)).register_forward_hook(
+        lambda m, args, out: sizes.append(len(args[0]))
+    )
+    x = data.test.x[:10].float() / 255
+    mixed = predict_with(model, weight=0.25)(x)
+    assert sizes == [20]
+    apart = []
+    for branch in ("main", "aux"):
+        with route(model, branch=branch):
+            apart.append(model(x).softmax(1))
+    assert torch.allclose(mixed.exp(), 0.75 * apart[0] + 0.25 * apart[1], atol=1e-6)
+    sizes.clear()
+    predict_with(model, weight=0.25, of="coefficients")(x)
+    assert sizes == [10]
+
+
+def test_curve_between_the_branches(data):
+    model = trained(data)
+    texts = ["clean(branch=main)", "clean(branch=aux)", "clean(mix=0.5)", "clean(mix=0.5, of=coefficients)"]
+    main, aux, half, inner = (r["accuracy"] for r in measure(model, data, texts))
+    for of, middle in (("probabilities", half), ("coefficients", inner)):
+        (record,) = measure(model, data, [f"between(of={of}, weights=[0, 0.5, 1])"])
+        assert record["curve"]["y"] == pytest.approx([main, middle, aux])
+        assert record["scalars"] == pytest.approx({"main": main, "half": middle, "aux": aux})
+    some = "names=[gaussian_noise, contrast], severities=[1, 5]"
+    separate = measure(
+        model, data, [f"corruptions({some}, {b})" for b in ("branch=main", "mix=0.5", "branch=aux")]
+    )
+    (curve,) = measure(model, data, [f"between-corruptions({some}, weights=[0, 0.5, 1])"])
+    assert curve["curve"]["y"] == pytest.approx([100 - r["accuracy"] for r in separate])
+    assert (
+        "25 " not in curve["title"]
+        and parse("between-corruptions").arguments(data)["names"][0] == "gaussian_noise"
+    )
+
+
+def test_attacks_see_the_mixed_model(data):
+    model = trained(data)
+    mixed = predict_with(model, weight=0.5, of="coefficients")
+    x, y = data.test.x[:20].float() / 255, data.test.y[:20]
+    attacked = bim(0.2, units="pixels", steps=5)(mixed, x, y)
+    before, after = (F.cross_entropy(mixed.eval()(t), y) for t in (x, attacked))
+    assert after > before + 0.03
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+def refused(data, text, norm="auxiliary", **values):
+    made = recipe(text) if isinstance(text, str) else text
+    made.phases(build("small", data, norm, seed=0, width=4), context(data, **values))
+
+
+@pytest.mark.parametrize(
+    ("text", "norm", "said"),
+    [
+        ("streams(main=identity, aux=standard)", "batch", "no separated layers for the streams main and aux"),
+        ("streams(main=identity, other=standard)", "auxiliary", "no branch 'other'; this model has main and aux"),
+        ("streams(main=identity, aux=standard, separated=false)", "auxiliary", "has the branches main and aux"),
+        ("streams(main=identity)", "auxiliary", "main=... and aux=...; got main"),
+        ("streams(identity)", "auxiliary", "'identity' has no branch; write main=identity"),
+        ("streams(main=identity, aux=pgd(eps=8/255, steps=4))", "auxiliary", "needs eps and its units: eps=8/255"),
+        ("streams(main=identity, aux=pgd(eps=8, units=pixels))", "auxiliary", "for 8 grey levels of 255 write 8/255"),
+        ("streams(main=identity, aux=pgd(eps=9, units=standardised))", "auxiliary", "already reaches every image"),
+        ("streams(main=identity, aux=pgd(eps=0.1, units=pixels, update=true))", "auxiliary", "needs mode=train"),
+        ("streams(main=pgd(eps=0.1, units=pixels), aux=pgd(eps=0.1, units=pixels))", "auxiliary", "say of=standard"),
+        ("streams(main=identity, aux=pgd(size=1))", "auxiliary", "pgd takes no argument 'size'"),
+        ("streams(main=identity, aux=standard, forward=three)", "auxiliary", "'three' is not known"),
+        ("streams(main=identity, aux=standard", "auxiliary", "lacks its closing bracket"),
+        ("stream(main=identity)", "auxiliary", "'stream' is no recipe; did you mean 'streams'"),
+        ("classify(standard)", "batch", "classify takes no arguments"),
+        ("adversarial(eps=8/255)", "batch", "needs eps and its units"),
+        ("adversarial(eps=0.1, units=pixels, of=standard)", "batch", "of=... is for one of two streams"),
+        ("augmented(main=identity)", "batch", "augmented takes one augmentation"),
+    ],
+)  # fmt: skip
+def test_bad_recipes_are_refused_in_a_sentence(data, text, norm, said):
+    with pytest.raises(LabError) as error:
+        refused(data, text, norm)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("maker", "said"),
+    [
+        (
+            lambda x, y, data, draw: x[1:],
+            "the stream aux was given images [160, 1, 8, 8] and made [159, 1, 8, 8]",
+        ),
+        (lambda x, y, data, draw: (x, y[1:], None, None), "with 159 labels"),
+        (lambda x, y, data, draw: x.float(), "made pixels from 0 to 255; expected floats in [0, 1]"),
+        (lambda x, y, data, draw: x / 255 - 0.5, "made pixels from -0.5 to 0.5"),
+        (lambda x, y, data, draw: x.long(), "made images of torch.int64"),
+    ],
+)
+def test_bad_makers_are_refused_in_a_sentence(data, maker, said):
+    with pytest.raises(LabError) as error:
+        fit(build("small", data, "auxiliary", seed=0, width=4), data, Settings(data="digits"),
+            recipe=two_streams(main="identity", aux=maker))  # fmt: skip
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"augment": False}, "write main=identity"),
+        ({"ema": 0.9}, "averaged weights (ema) have no statistics"),
+    ],
+)
+def test_settings_that_do_not_go_with_streams(data, values, said):
+    with pytest.raises(LabError) as error:
+        refused(data, "streams(main=identity, aux=pgd(eps=0.1, units=pixels))", **values)
+    assert said in str(error.value)
+
+
+def test_bad_mixing_is_refused_in_a_sentence(data):
+    model = build("small", data, "auxiliary", seed=0, width=4)
+    x = data.test.x[:4].float() / 255
+    with (
+        pytest.raises(LabError, match="no separated layers to mix"),
+        mixed_branches(build("linear", data, "none", seed=0), 0.5),
+    ):
+        pass
+    with pytest.raises(LabError, match=r"a weight in \[0, 1\]"), mixed_branches(model, 2):
+        pass
+    with pytest.raises(LabError, match="no branch 'adv'"), mixed_branches(model, 0.5, ("main", "adv")):
+        pass
+    assert not any("forward" in vars(m) for m in model.modules())
+    with pytest.raises(LabError, match=r"model.eval\(\) before it"), mixed_branches(model.train(), 0.5):
+        model(x)
+    with pytest.raises(LabError, match="of says what of two branches is mixed"):
+        parse("clean(of=coefficients)")
+    with pytest.raises(LabError, match="goes from main to aux"):
+        parse("between(branch=aux)")
+    own = convert(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), "auxiliary", branches=("a", "b"))
+    with pytest.raises(LabError, match="differ in their branches"):
+        two_streams(main="identity", aux="standard").check(nn.Sequential(model, own))
+
+
+def test_texts():
+    assert arguments("a(b=c(d=1, e=[1, 2]), f)") == ("a", {"b": "c(d=1, e=[1, 2])", "": "f"})
+    with pytest.raises(LabError, match="gives main twice"):
+        arguments("streams(main=a, main=b)")
+    made = parse_adversary(
+        "pgd(eps=8/255, units=pixels, steps=7, step=eps/4, clip_start=false, mode=train, update=true)"
+    )
+    assert (
+        made.attack.step == pytest.approx(2 / 255)
+        and not made.attack.clip_start
+        and made.training
+        and made.update
+    )
+    assert isinstance(recipe("adversarial(eps=0.1, units=pixels, kind=bim)"), Adversarial)
+    with pytest.raises(LabError, match="no name"):
+        parse_maker("  ")
+    text = "streams(main=standard, aux=pgd(eps=0.1, units=pixels), forward=one)"
+    assert repr(recipe(text)) == text
