@@ -257,3 +257,22 @@ def test_launches_of_single_passes_agree(launches: str, name: str):
             )
     for a, b in zip(*found, strict=True):
         assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_where_torch_is_quicker_its_operator_serves(training: bool, monkeypatch: pytest.MonkeyPatch):
+    """Batch norm, separated or not, of small inputs: the same numbers, the same buffers, the same refusals."""
+    from normlab.layers import ready
+
+    monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: kind.batch_groups == kind.shape.c)
+    layer, twin = normlab.AuxiliaryBatchNorm2d(6).to(DEVICE), torch.nn.BatchNorm2d(6).to(DEVICE)
+    x = torch.randn(4, 6, 3, 3, device=DEVICE)
+    with normlab.backend("triton"):
+        layer(x, "aux")
+        twin(x)
+        y, z = layer.train(training)(x, "aux"), twin.train(training)(x)
+        with normlab.no_update(layer):
+            layer.train()(x, "main")
+    assert_close(y, z, **SAME)
+    assert_close([b[1] for b in layer.buffers()], list(twin.buffers()))
+    assert int(layer.num_batches_tracked[0]) == 0  # type: ignore[index]

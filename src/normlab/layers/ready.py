@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import running
 from ..activation import ACTIVATIONS, LEAK
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from .base import Norm
 
 __all__ = ["Ready", "prepare"]
+
+_NATIVE = 1 << 24  # elements
 
 
 class Ready:
@@ -68,8 +71,13 @@ class Ready:
             self.renorm is not None, update, False, 0, 0, False,
         )  # fmt: skip
         self._kinds: dict[Any, Prepared] = {}
+        self.native = _torch_is_quicker(self.kind)
 
     def __call__(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Tensor:
+        if self.native and affine.second == 0 and layer.act is residual is None:
+            w = affine.weight
+            if w is None or w.dtype in (torch.float32, x.dtype):
+                return self._batch_norm(layer, x, affine)
         key = (affine.weight is not None, affine.second, layer.act, residual is not None)
         prepared = self._kinds.get(key)
         if prepared is None:
@@ -100,6 +108,21 @@ class Ready:
             logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
         return run(dense(x)[0], prepared, given, self.rule, self.rows, affine, logits, residual)
 
+    def _batch_norm(self, layer: Norm, x: Tensor, affine: Affine) -> Tensor:
+        """By torch's own operator."""
+        mean = var = None
+        if self.reads_running:
+            assert self.names is not None
+            mean, var, batches = (layer._buffers[n] for n in (*self.names, "num_batches_tracked"))
+            assert mean is not None and var is not None and batches is not None
+            if layer.branches is not None:
+                mean, var, batches = mean[self.branch], var[self.branch], batches[self.branch]
+            if self.update:
+                batches.add_(1)
+        share = layer.momentum if self.update else None
+        share = 0.0 if share is None else share
+        return F.batch_norm(x, mean, var, affine.weight, affine.bias, self.live, share, layer.eps)
+
     def rule(self, static: Static, work: Tensor, given: Given) -> Rule:
         """The rule as it was in a forward pass, to differentiate it again."""
         eps = given.numbers[1]
@@ -114,6 +137,20 @@ class Ready:
             live[self.batch] = False
         sources = self.sources._replace(running=tuple(found), live=tuple(live), eps=eps)
         return self.statistics.rule(sources)
+
+
+def _torch_is_quicker(kind: Kind) -> bool:
+    """Whether this is batch norm of a size at which torch's kernels take less time: see benchmarks/gpu.csv.
+
+    Small inputs are bound by the host, and an operator of torch costs it less than one in Python. Of contiguous inputs
+    torch gives a channel to a block, so that it needs many channels.
+    """
+    shape = kind.shape
+    plain = kind.batch_groups == shape.c == shape.width and not (
+        kind.own or kind.sample_groups or kind.renorm
+    )
+    one = kind.segments == 1 and not kind.mixed and shape.device >= 0
+    return plain and one and shape.rows * shape.s <= _NATIVE and (shape.last or shape.c >= 512)
 
 
 class _Corrected:
