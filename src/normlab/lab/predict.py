@@ -19,6 +19,7 @@ from .mixing import branches_of, mixed_branches
 from .seeds import generator
 
 if TYPE_CHECKING:
+    from .augmentations import Augmentation
     from .data import Data
 
 __all__ = [
@@ -235,7 +236,7 @@ def routed(model: nn.Module, branch: str) -> route:
 def affinity(
     model: nn.Module,
     data: Data,
-    augmentation: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+    augmentation: Augmentation | str | Callable[[Tensor, torch.Generator], Tensor] | None = None,
     *,
     seed: int = 0,
     batch_size: int | None = None,
@@ -243,14 +244,18 @@ def affinity(
     """Accuracy on augmented test images minus accuracy on clean ones, in points.
 
     For a model that was trained without any augmentation it says how far the augmentation leaves the data
-    (Gontijo-Lopes et al., "Affinity and Diversity"). ``augmentation`` takes pixels and a generator; without one it is
-    the data set's own crops and mirror images.
+    (Gontijo-Lopes et al., "Affinity and Diversity"). ``augmentation`` is one of the lab's or its text, such as
+    ``"cutout"``, or takes pixels and a generator; without one it is the data set's own crops and mirror images.
     """
+    from .augmentations import Augmentation, parse_augmentation
+
     draw = generator(seed, "affinity", device=device_of(model))
     if augmentation is None and not (data.flip or data.crop):
         raise LabError(
             f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure"
         )
+    if isinstance(augmentation, (str, Augmentation)):
+        augmentation = parse_augmentation(augmentation).on_pixels(data)
     change = augmentation or (lambda x, g: augment(x, data, g))
     after = accuracy_under(lambda x, y: change(x, draw), model, data.test.x, data.test.y, batch_size)
     return after - accuracy(model, data.test.x, data.test.y, batch_size)
