@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "listing", "parse_only", "run"]
 
-PAPERS = ("vulnerability",)  # modules of this package with ENTRIES, by the paper's short name
+PAPERS = (
+    "vulnerability",
+    "weak_augment",
+    "sandwich",
+    "batch_group",
+    "switchable",
+)  # modules of this package with ENTRIES, by the paper's short name
 
 
 def entries() -> dict[str, Entry]:
@@ -58,6 +64,7 @@ def run(
     weights: str | Path | None = None,
     images: str | Path | None = None,
     capture: bool | None = None,
+    epochs: int | None = None,
     scale: Scale | None = None,
 ) -> Outcome:
     """Run an entry, and write its figures and a page to ``folder``. What is there already is not computed again.
@@ -71,6 +78,7 @@ def run(
         weights, images: folders of pretrained weights and of ImageNet's validation images, for the entries
         that need them.
         capture: replay training steps as CUDA graphs; by default on CUDA. It changes no number, only the time.
+        epochs: train so many, in place of the scale's; milestones move in proportion, and the comparison says so.
     """
     known = entries()
     if name not in known:
@@ -87,8 +95,14 @@ def run(
         None if weights is None else Path(weights),
         None if images is None else Path(images),
         capture,
+        epochs,
     )
+    if epochs is not None and epochs < 1:
+        raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
     outcome = known[name].run(ctx)
+    if epochs is not None:
+        said = f" Trained for {epochs} epochs, as asked, and not for those of the scale."
+        outcome = replace(outcome, comparisons=[replace(c, note=c.note + said) for c in outcome.comparisons])
     return _written(known[name], ctx, outcome)
 
 
@@ -109,7 +123,9 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
         comparisons=outcome.comparisons,
         figures=[f.with_suffix(".svg") for f in outcome.figures],
         title=entry.source,
-        command=f"normlab reproduce {entry.name}" + (" --full" if ctx.scale == "full" else ""),
+        command=f"normlab reproduce {entry.name}"
+        + (" --full" if ctx.scale == "full" else "")
+        + (f" --epochs {ctx.epochs}" if ctx.epochs else ""),
     )
     return replace(outcome, report=page)
 

@@ -43,6 +43,7 @@ class Context:
     weights: Path | None = None  # of pretrained models
     images: Path | None = None  # of ImageNet's validation set
     capture: bool | None = None  # CUDA graphs; None: on CUDA
+    epochs: int | None = None  # in place of those of the scale
 
     @property
     def place(self) -> str:

@@ -57,9 +57,18 @@ class Grid:
 
 
 def settings_for(ctx: Context, **values: Any) -> Settings:
-    """Settings of a reproduction: CUDA graphs where there is CUDA, unless asked otherwise; they change no number."""
+    """Settings of a reproduction: CUDA graphs where there is CUDA, unless asked otherwise; they change no number.
+
+    Where another number of epochs was asked for, milestones and warm-up move in proportion.
+    """
     capture = ctx.place.startswith("cuda") if ctx.capture is None else ctx.capture
-    return Settings(**{"capture": capture, **values})
+    usual = Settings(**{"capture": capture, **values})
+    if ctx.epochs is None or ctx.epochs == usual.epochs:
+        return usual
+    share = ctx.epochs / usual.epochs
+    moved = tuple(dict.fromkeys(max(1, round(m * share)) for m in usual.milestones))
+    warm = min(round(usual.warmup * share), ctx.epochs - 1)
+    return usual.with_(epochs=ctx.epochs, milestones=moved, warmup=warm)
 
 
 @dataclass(frozen=True)
@@ -259,7 +268,7 @@ def draw_rows(comparison: Comparison, unit: str = "%") -> Any:
 
     columns = list(dict.fromkeys(r.column for r in comparison.rows))
     labels = list(dict.fromkeys(r.label for r in comparison.rows))
-    size = (2 + 2.3 * len(columns), 1.2 + 0.34 * len(labels))
+    size = (2 + 2.3 * len(columns), 1.5 + 0.36 * len(labels))
     picture, axes = plt.subplots(
         1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
@@ -292,7 +301,7 @@ def draw_rows(comparison: Comparison, unit: str = "%") -> Any:
         ax.tick_params(labelsize=8)
         ax.set_xlabel(unit, fontsize=8)
     axes[0, 0].set_yticks(range(len(labels)), labels, fontsize=8)
-    axes[0, 0].invert_yaxis()
+    axes[0, 0].set_ylim(len(labels) - 0.5, -0.5)
     handles, names = axes[0, 0].get_legend_handles_labels()
     picture.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return picture

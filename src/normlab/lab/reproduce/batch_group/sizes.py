@@ -1,0 +1,106 @@
+"""Tables 1 and 2: the number of groups and the batch size."""
+
+from __future__ import annotations
+
+from ..base import Context, Entry, Outcome, compared, save_figure
+from ..batch_sizes import CLEAN, Workers, base, by_size, run_sizes
+from ..figures import published
+from ..outcomes import curves, table
+
+__all__ = ["ENTRIES", "GROUPS", "TABLE_1", "TABLE_2"]
+
+PAPER = "Batch Group Normalization"
+# Top-1 on ImageNet with ResNet-50. Of the row of batch size 128 only the figure for 256 groups is legible.
+TABLE_1 = published(
+    "Table 1",
+    "512 256 128 64 32 16 8 4 2 1",
+    """
+    128 - 75.936 - - - - - - - -
+    2 63.968 66.000 68.160 70.064 71.856 72.832 74.928 75.120 75.968 76.096
+    """,
+)
+TABLE_2 = published(
+    "Table 2",
+    "128 64 32 16 8 4 2",
+    """
+    BN 76.832 76.832 76.656 75.744 75.632 72.752 66.512
+    IN 72.096 71.136 69.984 71.136 70.432 70.656 70.512
+    LN 73.600 75.760 75.808 75.264 75.168 75.296 75.440
+    GN 75.776 76.544 75.952 76.496 75.632 76.240 75.872
+    PN - - - - - 74.416 -
+    BGN 77.008 77.104 76.784 76.624 76.208 76.336 76.096
+    """,
+)
+GROUPS = {128: 512, 64: 256, 32: 128, 16: 64, 8: 16, 4: 2, 2: 1}  # of batch group norm, by samples a worker
+SMALL_GROUPS = {32: 64, 8: 16, 2: 1}
+EPOCHS, MILESTONES = 30, (8, 15, 23)  # in the proportions of the paper's 120 epochs, 30, 60 and 90
+
+
+def _note(ctx: Context) -> str:
+    if ctx.scale == "full":
+        return (
+            "ResNet-20 on CIFAR-10, 30 epochs, in place of ResNet-50 on ImageNet, 120 epochs: 8 workers as one batch with "
+            "ghost statistics of a worker's samples, learning rate 0.1 for 256 images in proportion, weight decay 1e-4 on "
+            "everything. The paper's figures are ImageNet's; the direction can be compared. Group norm has 32 groups, "
+            "fewer where a layer has fewer channels."
+        )
+    return (
+        "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, 4 workers, in place of ResNet-50 on "
+        "ImageNet. What can be compared is at most the direction; --full trains a CIFAR ResNet with 8 workers."
+    )
+
+
+def _table_1(ctx: Context) -> Outcome:
+    sizes = ctx.pick(
+        default=[Workers(4, 32), Workers(4, 2)], full=[Workers(8, 128), Workers(8, 2)], smoke=[Workers(2, 8)]
+    )
+    groups = ctx.pick(default=(128, 32, 8, 2, 1), full=(512, 256, 128, 64, 32, 16, 8, 4, 2, 1), smoke=(8, 1))
+    norms = {f"G={g}": f"batch_group({g})" for g in groups}
+    cells = run_sizes(ctx, base(ctx, EPOCHS, MILESTONES), norms, sizes, ctx.seed_list(default=1, full=1))
+    cases = {c.label: c for c in cells.grid.cases}
+    rows, lines = [], {}
+    for size in sizes:
+        printed = TABLE_1.rows.get((str(size.samples),), {})
+        for g in groups:
+            if values := cells.values(cases[f"G={g} {size}"], CLEAN):
+                rows.append(
+                    compared(f"{size.samples} a worker", f"G={g}", printed.get(str(g)), list(values.values()))
+                )
+        means = [(r.column, r.mean) for r in rows if r.label == f"{size.samples} a worker"]
+        lines[f"{size.samples} a worker"] = (
+            [([float(c[2:]) for c, _ in means], [m for _, m in means])] if means else []
+        )
+    picture = curves([("batch group norm", "groups", "accuracy (%)", lines)])
+    picture.axes[0].set_xscale("log", base=2)
+    drawn = [save_figure(picture, ctx.folder, "groups")] if rows else []
+    return table(ctx, "table1", "Table 1: number of groups", rows, _note(ctx), [cells], figures=drawn)
+
+
+def _table_2(ctx: Context) -> Outcome:
+    samples = ctx.pick(default=(32, 8, 2), full=(128, 32, 16, 8, 4, 2), smoke=(8,))
+    workers = ctx.pick(default=4, full=8, smoke=2)
+    groups = GROUPS if ctx.scale == "full" else SMALL_GROUPS
+    norms = {
+        "BN": "batch", "IN": "instance", "LN": "layer", "GN": "group", "PN": "positional", "BRN": "batch_renorm",
+        "BGN": lambda size: f"batch_group({groups[size.samples]})", "SN": "switchable",
+    }  # fmt: skip
+    sizes = [Workers(workers, n) for n in samples]
+    cells = run_sizes(ctx, base(ctx, EPOCHS, MILESTONES), norms, sizes, ctx.seed_list(default=1, full=1))
+    rows = by_size(cells, norms, sizes, TABLE_2, lambda size: str(size.samples))
+    lines = {label: [([float(r.column) for r in own], [r.mean for r in own])]
+             for label in norms if (own := [r for r in rows if r.label == label])}  # fmt: skip
+    picture = curves([("accuracy against batch size", "samples a worker", "accuracy (%)", lines)])
+    picture.axes[0].set_xscale("log", base=2)
+    drawn = [save_figure(picture, ctx.folder, "sizes")] if rows else []
+    said = " BRN and SN are not in the paper's table. PN's other figures are not legible."
+    title = "Table 2: samples a worker"
+    return table(ctx, "table2", title, rows, _note(ctx) + said, [cells], figures=drawn)
+
+
+_SMALL = "four convolutions on 2,000 digits, 4 epochs, 1 seed"
+ENTRIES = (
+    Entry("batch-group-table1", "batch group norm: number of groups", f"{PAPER}, Table 1", _SMALL, 2,
+          "ResNet-20 on CIFAR-10, 30 epochs, 1 seed", _table_1),
+    Entry("batch-group-table2", "eight normalizers against samples a worker", f"{PAPER}, Table 2", _SMALL, 5,
+          "ResNet-20 on CIFAR-10, 30 epochs, 8 workers, 1 seed", _table_2),
+)  # fmt: skip

@@ -1,0 +1,85 @@
+"""Trainings over samples a worker: W workers of n samples are one batch of W n with ghost statistics of n samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..report.view import ComparisonRow
+from .base import Context, compared
+from .figures import Published, Value
+from .grid import Case, Cells, Column, Grid, run_grid, settings_for
+
+__all__ = ["CLEAN", "Workers", "base", "by_size", "run_sizes", "with_ghost"]
+
+CLEAN = Column("clean", "clean")
+
+
+class Workers(NamedTuple):
+    number: int
+    samples: int  # a worker
+
+    @property
+    def batch(self) -> int:
+        return self.number * self.samples
+
+    def __str__(self) -> str:
+        return f"({self.number}, {self.samples})"
+
+
+def with_ghost(norm: str, samples: int) -> str:
+    """The norm with statistics of so many samples at a time; those within a sample stay as they are."""
+    name, bracket, rest = norm.partition("(")
+    if name not in ("batch", "batch_group", "batch_renorm", "switchable", "sparse_switchable", "mode"):
+        return norm
+    inner = rest.removesuffix(")")
+    if "[" in inner and "batch" not in inner:  # a mixture of pools within a sample
+        return norm
+    return f"{name}({inner}{', ' if bracket and inner else ''}ghost={samples})"
+
+
+def base(ctx: Context, epochs: int, milestones: tuple[int, ...]) -> Any:
+    """A CIFAR ResNet in place of ResNet-50 on ImageNet; at the default scale a small net on digits."""
+    full = {
+        "model": "resnet20", "data": "cifar10", "epochs": epochs, "schedule": "step", "milestones": milestones,
+        "weight_decay": 1e-4, "warmup": 1,
+    }  # fmt: skip
+    small = {"model": "small", "data": "mnist5k", "epochs": 4, "train_size": 2000, "weight_decay": 1e-4}
+    tiny = {**small, "epochs": 1, "train_size": 96, "test_size": 32}
+    return settings_for(ctx, **ctx.pick(default=small, full=full, smoke=tiny))
+
+
+def run_sizes(
+    ctx: Context, settings: Any, norms: Mapping[str, Any], sizes: Sequence[Workers], seeds: Sequence[int]
+) -> Cells:
+    """Every norm at every size. The learning rate follows the batch, 0.1 for 256 images, as in both papers."""
+    cases = []
+    for label, norm in norms.items():
+        for size in sizes:
+            text = norm(size) if callable(norm) else norm
+            if text is None:
+                continue
+            rate = 0.1 * size.batch / ctx.pick(default=128, full=256, smoke=128)
+            own = {"norm": with_ghost(text, size.samples), "batch_size": size.batch, "lr": rate}
+            cases.append(Case(f"{label} {size}", own))
+    return run_grid(ctx, Grid(settings, cases, [CLEAN]), seeds)
+
+
+def by_size(
+    cells: Cells,
+    norms: Mapping[str, Any],
+    sizes: Sequence[Workers],
+    printed: Published | None,
+    name: Any = str,
+) -> list[ComparisonRow]:
+    """Rows of norms, columns of sizes."""
+    rows = []
+    cases = {c.label: c for c in cells.grid.cases}
+    for label in norms:
+        for size in sizes:
+            case = cases.get(f"{label} {size}")
+            if case is None or not (values := cells.values(case, CLEAN)):
+                continue
+            own: Mapping[str, Value] = printed.rows.get((label,), {}) if printed is not None else {}
+            rows.append(compared(label, name(size), own.get(name(size)), list(values.values())))
+    return rows
