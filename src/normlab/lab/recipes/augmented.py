@@ -42,6 +42,6 @@ def make(given: Mapping[str, str]) -> Augmented:
     """The recipe from its argument, the text of a maker."""
     if list(given) != [""]:
         raise LabError(
-            "augmented takes one augmentation, or several joined by +: augmented(standard+cutout(16))"
+            "augmented takes one augmentation, or several joined by +: augmented(flip+gaussian(standard=false))"
         )
     return Augmented(parse_maker(given[""]), f"augmented({given['']})")
