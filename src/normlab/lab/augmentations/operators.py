@@ -84,12 +84,16 @@ def _between(kind: Tensor, first: Kind, last: Kind) -> Tensor:
     return (kind >= first) & (kind <= last)
 
 
+def _may_ask(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
 def _where(chosen: Tensor, function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
     """``function(x, *others)`` where chosen [N], ``x`` elsewhere.
 
-    To know which are chosen is to wait for the device, and there everything is computed for all instead.
+    To know which are chosen is to wait for a GPU, and there everything is computed for all instead.
     """
-    if x.device.type != "cpu":
+    if not _may_ask(x.device):
         return torch.where(chosen.view(-1, *[1] * (x.dim() - 1)), function(x, *others), x)
     rows = chosen.nonzero().squeeze(1)
     return x.index_copy(0, rows, function(*(t[rows] for t in (x, *others)))) if len(rows) else x
