@@ -1,6 +1,6 @@
 """Makers: what turns a block of training images into those that a stream is trained on, and the loss on them.
 
-A maker is the text of an augmentation, several joined by ``+`` (``flip+gaussian(standard=false)``), or a function of uint8
+A maker is the text of an augmentation, several joined by ``+`` (``crop(pad=2)+flip``), or a function of uint8
 images ``[N, C, H, W]``, labels, the data set and a generator that returns as many images, uint8 or floats in [0, 1]; or
 images, labels, other labels and the weight of the first, as MixUp and CutMix do.
 """
