@@ -19,7 +19,7 @@ from normlab.lab.settings import Settings
 from normlab.lab.store import load_checkpoint, locked
 from normlab.lab.study import load_data, train
 
-ENTRIES = reproduce.entries()
+ENTRIES = {n: e for n, e in reproduce.entries().items() if n.startswith("vulnerability-")}
 WITH_PAGE = ("vulnerability-table3", "vulnerability-table12", "vulnerability-fig2", "vulnerability-fig5")
 
 
