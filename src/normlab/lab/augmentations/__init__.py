@@ -49,7 +49,7 @@ def parse_augmentation(text: str | Augmentation) -> Augmentation:
     for i, part in enumerate(split(rest.rstrip()[:-1]) if bracket else []):
         key, equals, value = (p.strip() for p in part.partition("="))
         if not equals:
-            if len(given) != i or i >= len(readers):
+            if i >= len(readers):
                 raise LabError(
                     f"{text!r}: {part!r} has no name; expected option=value, of: {', '.join(readers) or 'none'}"
                 )
