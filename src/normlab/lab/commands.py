@@ -302,6 +302,7 @@ def reproduce(
     out: Out = None,
     seeds: Seeds = None,
     only: Annotated[str | None, typer.Option(help="Compute only these cells: norm=batch,seed=1.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Train so many epochs; the table says so.", min=1)] = None,
     weights: Pretrained = None, images: Photographs = None,
     device: Device = None, root: Root = None, download: Download = False,
 ) -> None:  # fmt: skip
@@ -317,7 +318,7 @@ def reproduce(
         name, folder, full=full, device=device, data_root=root, download=download,
         progress=Lines(_console(stderr=True), [], [], lambda s: s.norm),
         seeds=None if seeds is None else seeds_of(seeds), only=papers.parse_only(only) if only else None,
-        weights=weights, images=images,
+        weights=weights, images=images, epochs=epochs,
     )  # fmt: skip
     typer.echo(str(outcome))
     for path in (*outcome.figures, *([outcome.report] if outcome.report else [])):

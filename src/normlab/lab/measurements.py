@@ -396,8 +396,8 @@ def _augmented(data: Data, text: str | None, draw: torch.Generator) -> Change:
         return lambda x, y: augment(x, data, draw)
     from .augmentations import parse_augmentation
 
-    make = parse_augmentation(text)
-    return lambda x, y: make((x * 255).round().byte(), y, data, draw).x
+    change = parse_augmentation(text).on_pixels(data)
+    return lambda x, y: change(x, draw)
 
 
 def _open_affinity(data: Data, given: Arguments) -> Arguments:

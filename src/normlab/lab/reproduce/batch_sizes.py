@@ -56,7 +56,7 @@ def run_sizes(
     cases = []
     for label, norm in norms.items():
         for size in sizes:
-            text = norm(size) if callable(norm) else norm
+            text: Any = norm(size) if callable(norm) else norm
             if text is None:
                 continue
             rate = 0.1 * size.batch / ctx.pick(default=128, full=256, smoke=128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ def table(
 
 
 def curves(
-    panels: Sequence[tuple[str, str, str, dict[str, list[tuple[Sequence[float], Sequence[float]]]]]],
+    panels: Sequence[tuple[str, str, str, Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]]]],
 ) -> Any:
     """Panels of (title, x, y, lines); a line is the curves of all seeds, drawn as their mean with its range."""
     import matplotlib.pyplot as plt
@@ -70,5 +70,6 @@ def curves(
         ax.set_ylabel(y_label, fontsize=9)
         ax.grid(alpha=0.3)
         ax.tick_params(labelsize=8)
-        ax.legend(fontsize=8, frameon=False)
+        if any(lines.values()):
+            ax.legend(fontsize=8, frameon=False)
     return picture

@@ -39,10 +39,10 @@ EPOCHS, MILESTONES = 30, (8, 15, 23)  # in the proportions of the paper's 120 ep
 def _note(ctx: Context) -> str:
     if ctx.scale == "full":
         return (
-            "ResNet-20 on CIFAR-10, 30 epochs, in place of ResNet-50 on ImageNet, 120 epochs: 8 workers as one batch with "
-            "ghost statistics of a worker's samples, learning rate 0.1 for 256 images in proportion, weight decay 1e-4 on "
-            "everything. The paper's figures are ImageNet's; the direction can be compared. Group norm has 32 groups, "
-            "fewer where a layer has fewer channels."
+            "ResNet-20 on CIFAR-10, 30 epochs, in place of ResNet-50 on ImageNet, 120 epochs: 8 workers as one batch "
+            "with ghost statistics of a worker's samples, learning rate 0.1 for 256 images in proportion, weight "
+            "decay 1e-4 on everything. The paper's figures are ImageNet's; the direction can be compared. Group norm "
+            "has 32 groups, fewer where a layer has fewer channels."
         )
     return (
         "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, 4 workers, in place of ResNet-50 on "
@@ -61,11 +61,11 @@ def _table_1(ctx: Context) -> Outcome:
     rows, lines = [], {}
     for size in sizes:
         printed = TABLE_1.rows.get((str(size.samples),), {})
-        for g in groups:
-            if values := cells.values(cases[f"G={g} {size}"], CLEAN):
-                rows.append(
-                    compared(f"{size.samples} a worker", f"G={g}", printed.get(str(g)), list(values.values()))
-                )
+        rows += [
+            compared(f"{size.samples} a worker", f"G={g}", printed.get(str(g)), list(values.values()))
+            for g in groups
+            if (values := cells.values(cases[f"G={g} {size}"], CLEAN))
+        ]
         means = [(r.column, r.mean) for r in rows if r.label == f"{size.samples} a worker"]
         lines[f"{size.samples} a worker"] = (
             [([float(c[2:]) for c, _ in means], [m for _, m in means])] if means else []

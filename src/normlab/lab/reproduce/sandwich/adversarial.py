@@ -101,12 +101,14 @@ def _rows(ctx: Context, single: Cells, double: Cells, branch: str, printed: Any)
 def _note(ctx: Context) -> str:
     if ctx.scale == "full":
         return (
-            "Pre-activation ResNet-18 on 45,000 images of CIFAR-10, 200 epochs, learning rate 0.1 divided by ten after 50 "
-            "and 150, PGD with 10 steps of 2/255 and size 8/255 in training; robust accuracy by PGD of the same size."
+            "Pre-activation ResNet-18 on 45,000 images of CIFAR-10, 200 epochs, learning rate 0.1 divided by ten "
+            "after 50 and 150, PGD with 10 steps of 2/255 and size 8/255 in training; robust accuracy by PGD "
+            "of the same size."
         )
     return (
-        "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, attacks of size 0.15 (5 steps in training), "
-        "300 test images. What can be compared is the direction, not the numbers; --full runs the paper's setting."
+        "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, attacks of size 0.15 (5 steps in "
+        "training), 300 test images. What can be compared is the direction, not the numbers; --full runs the "
+        "paper's setting."
     )
 
 
@@ -192,7 +194,8 @@ def _capv(ctx: Context, cells: Cells) -> tuple[Comparison, list[Path]]:
 _SMALL = "four convolutions on 2,000 digits, 4 epochs, 2 seeds"
 _FULL = "pre-activation ResNet-18 on CIFAR-10, 200 epochs, PGD-10, 1 seed"
 ENTRIES = (
-    Entry("sandwich-table3", "clean accuracy of AdvProp's clean branch", f"{PAPER}, Table 3", _SMALL, 4, _FULL, _table_3),
-    Entry("sandwich-table4", "clean and robust accuracy of its adversarial branch; losses and CAPV", f"{PAPER}, Table 4",
+    Entry("sandwich-table3", "clean accuracy of AdvProp's clean branch", f"{PAPER}, Table 3", _SMALL, 4, _FULL,
+          _table_3),
+    Entry("sandwich-table4", "clean and robust accuracy of its adversarial branch; losses, CAPV", f"{PAPER}, Table 4",
           _SMALL, 4, _FULL, _table_4),
 )  # fmt: skip

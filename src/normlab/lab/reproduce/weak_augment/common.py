@@ -24,7 +24,7 @@ ATTACK_SMALL = "eps=0.1, units=pixels, steps=4, step=0.04"
 
 
 def augmentation(name: str, setting: tuple[str, str] = FULL) -> str:
-    """An augmentation of the paper as a maker's text. All but none and flip mirror and crop; RandAugment cuts out too."""
+    """An augmentation of the paper as text. All but none and flip mirror and crop; RandAugment cuts out too."""
     small = setting == SMALL
     return {
         "none": "identity",
@@ -78,12 +78,12 @@ def case_of(main: str, aux: str = "", setting: tuple[str, str] = FULL, norm: str
 def note(ctx: Context, full: str) -> str:
     if ctx.scale == "full":
         return (
-            f"{full} 200 epochs, batches of 128 (two streams: 256 images), learning rate 0.1 with cosine decay, Nesterov "
-            "momentum, weight decay 5e-4 on convolutions and the linear layer; the paper does not say which parameters "
-            "decay."
+            f"{full} 200 epochs, batches of 128 (two streams: 256 images), learning rate 0.1 with cosine decay, "
+            "Nesterov momentum, weight decay 5e-4 on convolutions and the linear layer; the paper does not say which "
+            "parameters decay."
         )
     return (
-        "Default scale: four convolutions on 2,000 digits of mnist5k, 6 epochs, in place of WRN-28-2 on CIFAR-10. Digits "
-        "are neither mirrored nor cropped, Cutout is 8 pixels wide, RandAugment has 2 operations. What can be compared "
-        "is at most the direction; --full runs the paper's setting."
+        "Default scale: four convolutions on 2,000 digits of mnist5k, 6 epochs, in place of WRN-28-2 on CIFAR-10. "
+        "Digits are neither mirrored nor cropped, Cutout is 8 pixels wide, RandAugment has 2 operations. What can be "
+        "compared is at most the direction; --full runs the paper's setting."
     )

@@ -72,8 +72,8 @@ def _figure_3(ctx: Context) -> Outcome:
                 )
             )
     said = (
-        " Weight 0 is the main branch alone, 1 the auxiliary one. The figure has no printed numbers; those of the main "
-        "branch are Tables 2 and 5. Corruptions are this lab's own, after those of CIFAR-10-C."
+        " Weight 0 is the main branch alone, 1 the auxiliary one. The figure has no printed numbers; those of the "
+        "main branch are Tables 2 and 5. Corruptions are this lab's own, after those of CIFAR-10-C."
     )
     lines = {
         what: {words: _curves(cells, case, texts[of]) for of, words in KINDS.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...report.view import ComparisonRow
 from ..base import Context, Entry, Outcome, compared
@@ -65,8 +65,8 @@ def _table_1(ctx: Context) -> Outcome:
     if against:
         rows.append(compared(alone.label, "clean", alone.paper["clean"], list(against.values())))
     said = (
-        " The main branch is tested. Affinity is of a network trained without any augmentation; gains are differences "
-        "of the same seeds."
+        " The main branch is tested. Affinity is of a network trained without any augmentation; gains are "
+        "differences of the same seeds."
     )
     return table(
         ctx,
@@ -121,8 +121,8 @@ def _table_3(ctx: Context) -> Outcome:
     cases = [Case(label, own, {"clean": paper.TABLE_3[label[1]]["accuracy"]}) for label, own in rows.items()]
     cells = run_grid(ctx, Grid(base(ctx), cases, [CLEAN]), _seeds(ctx))
     said = (
-        " In rows 3 and 5 both batches are one batch of twice the size. The paper's row 1 has the figure of Cutout; flips "
-        "and crops are 93.8 in its Table 2."
+        " In rows 3 and 5 both batches are one batch of twice the size. The paper's row 1 has the figure of Cutout; "
+        "flips and crops are 93.8 in its Table 2."
     )
     return table(ctx, "table3", "Table 3: ablation", cells.rows(), note(ctx, WRN) + said, [cells])
 
@@ -144,8 +144,8 @@ def _table_4(ctx: Context) -> Outcome:
         if (values := cells.values(case, CLEAN))
     ]
     said = (
-        " Adversarial noise is PGD of size 4/255 in 5 steps of 1/255 through the auxiliary branch in evaluation mode, of "
-        "the main branch's images; alone, every image is attacked. The paper says PGD with N = 4."
+        " Adversarial noise is PGD of size 4/255 in 5 steps of 1/255 through the auxiliary branch in evaluation "
+        "mode, of the main branch's images; alone, every image is attacked. The paper says PGD with N = 4."
     )
     said = (
         said if ctx.scale == "full" else said.replace("4/255 in 5 steps of 1/255", "0.1 in 4 steps of 0.04")
@@ -191,10 +191,12 @@ def _errors(cells: Cells, case: Case, column: Column) -> list[float]:
     return list(values) if column.value != "accuracy" else [100 - v for v in values]
 
 
-def _entry(number: int, what: str, default: str, minutes: float, full: str, run: object) -> Entry:
+def _entry(
+    number: int, what: str, default: str, minutes: float, full: str, run: Callable[[Context], Outcome]
+) -> Entry:
     return Entry(
         f"weak-augment-table{number}", what, f"{paper.PAPER}, Table {number}", default, minutes, full, run
-    )  # type: ignore[arg-type]
+    )
 
 
 _SMALL = "four convolutions on 2,000 digits, 6 epochs, 2 seeds"
@@ -204,6 +206,7 @@ ENTRIES: Sequence[Entry] = (
     _entry(2, "clean accuracy of Weak Augment and baselines", _SMALL, 2,
            "WRN-28-2, WRN-28-10, CIFAR-10, CIFAR-100, 200 epochs, 10 seeds", _table_2),
     _entry(3, "ablation in seven rows", _SMALL, 3, "WRN-28-2 on CIFAR-10, 200 epochs, 10 seeds", _table_3),
-    _entry(4, "augmentation of the auxiliary branch", _SMALL, 4, "WRN-28-2 on CIFAR-10, 200 epochs, 10 seeds", _table_4),
+    _entry(4, "augmentation of the auxiliary branch", _SMALL, 4, "WRN-28-2 on CIFAR-10, 200 epochs, 10 seeds",
+           _table_4),
     _entry(5, "corruption error", _SMALL, 3, "WRN-28-2 and WRN-28-10 on CIFAR-10, 200 epochs, 10 seeds", _table_5),
 )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Reproductions with two streams, adversarial training and batch sizes: the papers' figures, and every entry runs."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+
+from normlab.lab import data as data_sets
+from normlab.lab import reproduce
+from normlab.lab.errors import LabError
+from normlab.lab.norms import parse_norm
+from normlab.lab.recipes import recipe
+from normlab.lab.reproduce.base import Context
+from normlab.lab.reproduce.batch_group import adversarial, sizes
+from normlab.lab.reproduce.batch_sizes import Workers, with_ghost
+from normlab.lab.reproduce.grid import settings_for
+from normlab.lab.reproduce.sandwich.adversarial import TABLE_3, TABLE_4
+from normlab.lab.reproduce.switchable import sizes as switchable
+from normlab.lab.reproduce.weak_augment import common, paper
+
+OTHERS = ("weak-augment-", "sandwich-table", "batch-group-table", "switchable-table")
+ENTRIES = {name: entry for name, entry in reproduce.entries().items() if name.startswith(OTHERS)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("normlab.lab.data._read", functools.cache(data_sets._read))
+        yield
+    torch.set_num_threads(before)
+
+
+# The papers' figures -------------------------------------------------------------------------------------------------
+
+
+def test_tables_of_weak_augment_agree_with_each_other_and_the_text():
+    alone = paper.TABLE_3["2"]["accuracy"].mean
+    assert alone == paper.TABLE_2["cifar10", "wrn-28-2"]["randaugment"].mean == 95.8
+    weak = paper.TABLE_2["cifar10", "wrn-28-2"]["weak"].mean
+    assert weak == paper.TABLE_3["7"]["accuracy"].mean == paper.TABLE_4["randaugment"]["weak"].mean
+    assert paper.TABLE_1["cutout"]["delta"].mean == pytest.approx(weak - alone)  # "+0.5"
+    rows = [paper.TABLE_3[str(k)]["accuracy"].mean for k in range(1, 8)]
+    assert rows[4] - rows[1] == pytest.approx(0.3) and rows[6] - rows[5] == pytest.approx(0.2)  # the text's
+    gains = {"gaussian": 2.0, "adversarial": 0.5, "augmix": 0.9, "randaugment": 0.5}
+    for (name,), row in paper.TABLE_4.rows.items():
+        assert row["weak"].mean - row["baseline"].mean == pytest.approx(gains[name])
+
+
+def test_tables_of_the_others_agree_with_their_texts():
+    assert TABLE_3["batch"]["clean"] == TABLE_4["batch"]["clean"]
+    assert max(TABLE_4.rows, key=lambda k: TABLE_4.rows[k]["PGD-20"].mean) == ("sandwich",)
+    bgn = sizes.TABLE_2["BGN"]
+    assert sum(v.mean for v in bgn.values()) / 7 == pytest.approx(76.594, abs=1e-3)
+    means = {"LN": 75.191, "GN": 76.073}
+    for name, mean in means.items():
+        assert sum(v.mean for v in sizes.TABLE_2[name].values()) / 7 == pytest.approx(mean, abs=2e-3)
+    assert sizes.TABLE_1["2"]["1"] == bgn["2"]  # one group for two samples is the table's choice
+    assert set(sizes.GROUPS) == {int(c) for c in sizes.TABLE_2.columns}
+    assert "clean" not in adversarial.TABLE_5["PN"] and adversarial.TABLE_5["BGN"]["clean"].mean == 72.94
+    table = switchable.TABLE_2
+    apart = [round(table["SN"][c].mean - table["BN"][c].mean, 1) for c in table.columns if c in table["BN"]]
+    assert apart == [0.5, 0.4, 1.5, 3.2, 10.3, 0.1, 0.1, 0.5]  # its row SN - BN
+
+
+# Every entry -----------------------------------------------------------------------------------------------------
+
+
+def titles_only(results, path, *, comparisons, **more):
+    path.write_text("\n".join(c.title for c in comparisons))
+    return path
+
+
+def test_every_entry_is_there():
+    weak = {
+        f"weak-augment-{k}"
+        for k in ("table1", "table2", "table3", "table4", "table5", "fig3", "fig4", "fig5")
+    }
+    others = {"sandwich-table3", "sandwich-table4", "switchable-table2"}
+    assert weak | others | {f"batch-group-table{k}" for k in (1, 2, 5)} <= set(ENTRIES)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A folder for each paper: entries find the trainings that others have made."""
+    return tmp_path_factory.mktemp("papers")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entry_runs(name, shelf, monkeypatch):
+    folder = shelf / name.rpartition("-")[0]
+    if name not in ("weak-augment-fig3", "sandwich-table4"):
+        monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    outcome = reproduce.run(name, folder, scale="smoke", device="cpu")
+    assert outcome.figures and all(f.read_bytes().startswith(b"\x89PNG") for f in outcome.figures)
+    rows = [r for c in outcome.comparisons for r in c.rows]
+    assert rows and all(math.isfinite(r.mean) and r.n == 1 for r in rows)
+    assert all(c.rows for c in outcome.comparisons)
+    stored = json.loads((folder / "comparison.json").read_text())
+    assert stored["name"] == name and len(stored["comparisons"]) == len(outcome.comparisons)
+    assert outcome.results and all(run.folder.exists() for run in outcome.results.runs)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_settings_of_the_papers_scale(name, tmp_path, monkeypatch):
+    """What --full would train is read back and built as far as names go; nothing is trained."""
+    asked = []
+
+    def note(ctx, grid, seeds):
+        from normlab.lab.reproduce.grid import Cells
+
+        asked.extend((grid.settings(case, seed), grid.columns) for case in grid.cases for seed in seeds[:1])
+        return Cells(grid, {}, {}, [])
+
+    for module in ("weak_augment.tables", "weak_augment.figures", "sandwich.adversarial", "batch_sizes",
+                   "batch_group.adversarial"):  # fmt: skip
+        monkeypatch.setattr(f"normlab.lab.reproduce.{module}.run_grid", note)
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    reproduce.run(name, tmp_path, full=True, device="cpu")
+    from normlab.lab.evaluate import parse
+
+    assert asked
+    for settings, columns in asked:
+        assert settings.data.startswith("cifar") and settings.epochs >= 30
+        recipe(settings.recipe)
+        parse_norm(settings.norm).make(16)
+        for column in columns:
+            parse(column.measurement)
+
+
+def test_trainings_are_shared_between_entries_in_one_folder(tmp_path):
+    ctx = Context(tmp_path, "full")
+    weak = common.base(ctx).with_(**common.case_of("cutout", "randaugment"))
+    again = common.base(ctx).with_(
+        **common.case_of("cutout", "randaugment"), data="cifar10", model="wrn-28-2"
+    )
+    assert weak.digest() == again.digest()  # Tables 1 to 4 and Figures 3 to 5 have one Weak Augment
+
+
+def test_other_numbers_of_epochs(tmp_path, monkeypatch):
+    ctx = Context(tmp_path, "full", epochs=30)
+    usual = {"epochs": 200, "schedule": "step", "milestones": (50, 150), "warmup": 1}
+    found = settings_for(ctx, **usual)
+    assert (found.epochs, found.milestones, found.warmup) == (30, (8, 22), 0)
+    assert settings_for(Context(tmp_path, "full"), **usual).milestones == (50, 150)
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    outcome = reproduce.run(
+        "batch-group-table5", tmp_path, scale="smoke", device="cpu", epochs=2, only={"norm": "batch"}
+    )
+    assert "Trained for 2 epochs, as asked" in outcome.comparisons[0].note
+    assert outcome.results and {run.settings.epochs for run in outcome.results.runs} == {2}
+    with pytest.raises(LabError, match="epochs=0 trains nothing"):
+        reproduce.run("batch-group-table5", tmp_path, epochs=0)
+
+
+def test_parts():
+    assert with_ghost("batch", 2) == "batch(ghost=2)" and with_ghost("group", 2) == "group"
+    assert with_ghost("batch_group(64)", 4) == "batch_group(64, ghost=4)"
+    assert with_ghost('switchable(["instance", "layer"])', 1) == 'switchable(["instance", "layer"])'
+    assert Workers(8, 32).batch == 256 and str(Workers(8, 32)) == "(8, 32)"
+    assert common.augmentation("randaugment", ("cifar100", "wrn-28-10")) == "randaugment(n=2, m=14)"
+    assert common.case_of("cutout", "adversarial")["recipe"].endswith(
+        "aux=pgd(eps=4/255, units=pixels, steps=5, step=1/255))"
+    )
