@@ -71,7 +71,8 @@ def count(model: nn.Module) -> int:
 def routed(model: nn.Module, norm: str, y: Tensor) -> Any:
     if norm in ("conditional", "sandwich"):
         return normlab.route(model, label=y)
-    return normlab.route(model, branch="main") if "auxiliary" in norm else nullcontext()
+    separated = "auxiliary" in norm or norm == "separated"
+    return normlab.route(model, branch="main") if separated else nullcontext()
 
 
 # --- norms by name -------------------------------------------------------------------------------------------------
