@@ -77,7 +77,7 @@ def titles_only(results, path, *, comparisons, **more):
 def test_every_entry_is_there():
     weak = {
         f"weak-augment-{k}"
-        for k in ("table1", "table2", "table3", "table4", "table5", "fig3", "fig4", "fig5")
+        for k in ("table1", "table2", "table3", "table4", "table5", "norms", "fig3", "fig4", "fig5")
     }
     others = {"sandwich-table3", "sandwich-table4", "switchable-table2"}
     assert weak | others | {f"batch-group-table{k}" for k in (1, 2, 5)} <= set(ENTRIES)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from normlab import convert, route
-from normlab.lab import Data, Images, Settings, build, fit, load, measure
+from normlab.lab import Data, Images, Settings, build, fit, load, measure, train
 from normlab.lab.attacks import bim
 from normlab.lab.cli import main
 from normlab.lab.errors import LabError
@@ -376,7 +376,7 @@ def test_curve_between_the_branches(data):
     for of, middle in (("probabilities", half), ("coefficients", inner)):
         (record,) = measure(model, data, [f"between(of={of}, weights=[0, 0.5, 1])"])
         assert record["curve"]["y"] == pytest.approx([main, middle, aux])
-        assert record["scalars"] == pytest.approx({"main": main, "half": middle, "aux": aux})
+        assert record["at"] == {"main": [main], "half": [middle], "aux": [aux]}
     some = "names=[gaussian_noise, contrast], severities=[1, 5]"
     separate = measure(
         model, data, [f"corruptions({some}, {b})" for b in ("branch=main", "mix=0.5", "branch=aux")]
@@ -466,6 +466,16 @@ def test_settings_that_do_not_go_with_streams(data, values, said):
     with pytest.raises(LabError) as error:
         refused(data, "streams(main=identity, aux=pgd(eps=0.1, units=pixels))", **values)
     assert said in str(error.value)
+
+
+def test_a_model_without_branches_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(LabError, match="no separated layers"):
+        train(
+            Settings(data="digits", recipe="streams(main=identity, aux=standard)"),
+            tmp_path / "run",
+            device="cpu",
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_bad_mixing_is_refused_in_a_sentence(data):

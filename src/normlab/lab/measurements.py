@@ -426,17 +426,17 @@ def _all_between(subject: Subject, arguments: Arguments, change: Change | None =
     )  # fmt: skip
 
 
-def _at_half(arguments: Arguments, values: Sequence[float]) -> dict[str, float]:
-    """What averaging gains over each branch alone, where the curve has the points."""
+def _ends(arguments: Arguments, values: Sequence[float]) -> dict[str, list[float]]:
+    """Each branch alone and half of both, where the curve has the points."""
     at = dict(zip(arguments["weights"], values, strict=True))
     names = {0.0: "main", 0.5: "half", 1.0: "aux"}
-    return {name: at[weight] for weight, name in names.items() if weight in at}
+    return {name: [at[weight]] for weight, name in names.items() if weight in at}
 
 
 def _between(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     found = _all_between(subject, arguments)
     curve = _curve(arguments["weights"], found, "weight of aux")
-    return curve | {"scalars": _at_half(arguments, found)}
+    return curve | {"at": _ends(arguments, found)}
 
 
 def _between_corruptions(subject: Subject, arguments: Arguments) -> dict[str, Any]:
@@ -453,7 +453,7 @@ def _between_corruptions(subject: Subject, arguments: Arguments) -> dict[str, An
     label = "uCE (%)" if set(arguments["names"]) == set(corruptions.COMMON) else "mean error (%)"
     curve = {"x": list(arguments["weights"]), "y": errors, "x_label": "weight of aux", "y_label": label}
     mean = 100 - sum(errors) / len(errors)
-    return {"accuracy": mean, "curve": curve, "scalars": _at_half(arguments, errors)}
+    return {"accuracy": mean, "curve": curve, "at": _ends(arguments, errors)}
 
 
 def _open_between_corruptions(data: Data, given: Arguments) -> Arguments:

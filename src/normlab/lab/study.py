@@ -251,10 +251,11 @@ def _checked_data(grid: Sequence[Settings], **options: Any) -> dict[tuple[Any, .
         key = _data_key(settings)
         if key not in data:
             data[key] = load_data(settings, **options)
-        network = (key, settings.model, settings.norm, settings.depth, settings.width, settings.options)
+        made_of = ("model", "norm", "depth", "width", "options", "recipe")
+        network = (key, *(getattr(settings, name) for name in made_of))
         if network not in built:
             built.add(network)
-            build_model(settings, data[key])
+            recipe(settings.recipe).check(build_model(settings, data[key]))
     return data
 
 

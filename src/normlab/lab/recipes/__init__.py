@@ -81,6 +81,9 @@ class Recipe:
         """What is logged of the test set after an epoch; ``score`` is one of the names."""
         raise NotImplementedError
 
+    def check(self, model: nn.Module) -> None:
+        """Say what of the model does not fit; it is asked before anything is written or trained."""
+
     def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
         """What steps read of a block of training images, uint8 ``[n, C, H, W]``; it is cut into batches afterwards.
 

@@ -9,7 +9,6 @@ its standard error.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -131,12 +130,14 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
 
 
 def parse_only(text: str) -> dict[str, str]:
-    """Settings and their values; commas inside of parentheses are the norm's own.
+    """Settings and their values; commas inside of brackets belong to a norm or a recipe.
 
     >>> parse_only("norm=batch(eps=1e-3, momentum=None),seed=1")
     {'norm': 'batch(eps=1e-3, momentum=None)', 'seed': '1'}
     """
-    pairs = [part.partition("=") for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+    from ..texts import split
+
+    pairs = [part.partition("=") for part in split(text)]
     if any(not found or not name.strip() for name, found, _ in pairs):
         raise LabError(f"--only is settings and their values, norm=batch,seed=1; got {text!r}")
     return {name.strip(): value.strip() for name, _, value in pairs}

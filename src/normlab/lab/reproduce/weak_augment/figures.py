@@ -50,7 +50,7 @@ def _figure_3(ctx: Context) -> Outcome:
     gains: dict[tuple[str, str], list[float]] = {}
     for of, words in KINDS.items():
         for what, texts in (("clean", clean), ("uCE", noisy)):
-            found = {p: cells.values(case, Column("", texts[of], p)) for p in POINTS}
+            found = {p: cells.values(case, Column("", texts[of], f"at.{p}")) for p in POINTS}
             for point, label in POINTS.items():
                 if found[point] and not (of == "coefficients" and point != "half"):
                     where = label if point != "half" else f"{label}, {words}"

@@ -186,6 +186,32 @@ def _table_5(ctx: Context) -> Outcome:
     return table(ctx, "table5", "Table 5: corruption error", rows, note(ctx, WRN) + said, [cells])
 
 
+# --- Beyond the paper: other normalizers ----------------------------------------------------------------------------
+
+
+def _norms(ctx: Context) -> Outcome:
+    """Weak Augment with every kind of separated normalizer, and through one of a single set."""
+    setting = setting_of(ctx)
+    groups = 128 if ctx.scale == "full" else 16
+    separated = {
+        "separated BN": "auxiliary", "sandwich BN": "sandwich_auxiliary",
+        "separated statistics, shared affine map": "auxiliary(shared_affine=True)",
+        "separated BGN": f'separated("batch_group({groups})")', "separated SN": 'separated("switchable")',
+        "sandwich SN": 'separated("switchable", affine="sandwich")',
+    }  # fmt: skip
+    two = [Case(label, case_of("cutout", "randaugment", setting, norm)) for label, norm in separated.items()]
+    shared = case_of("cutout", "randaugment", setting, norm="batch")
+    one = [Case("BN for both", shared), Case("ModeNorm for both", shared | {"norm": "mode(2)"})]
+    seeds = ctx.seed_list(default=1, full=2)
+    columns = [CLEAN, Column("auxiliary branch", "clean(branch=aux)"), Column("both", "clean(mix=0.5)")]
+    double = run_grid(ctx, Grid(base(ctx), two, columns), seeds)
+    single = run_grid(ctx, Grid(base(ctx), one, [CLEAN]), seeds)
+    said = " Not in the paper, whose Weak Augment is the first row."
+    rows = [*double.rows(), *single.rows()]
+    title = "Weak Augment with other normalizers"
+    return table(ctx, "norms", title, rows, note(ctx, WRN) + said, [double, single])
+
+
 def _errors(cells: Cells, case: Case, column: Column) -> list[float]:
     values = cells.values(case, column).values()
     return list(values) if column.value != "accuracy" else [100 - v for v in values]
@@ -208,5 +234,8 @@ ENTRIES: Sequence[Entry] = (
     _entry(3, "ablation in seven rows", _SMALL, 3, "WRN-28-2 on CIFAR-10, 200 epochs, 10 seeds", _table_3),
     _entry(4, "augmentation of the auxiliary branch", _SMALL, 4, "WRN-28-2 on CIFAR-10, 200 epochs, 10 seeds",
            _table_4),
+    Entry("weak-augment-norms", "Weak Augment with other separated normalizers", f"{paper.PAPER}, beyond it",
+          "four convolutions on 2,000 digits, 6 epochs, 1 seed", 3, "WRN-28-2 on CIFAR-10, 200 epochs, 2 seeds",
+          _norms),
     _entry(5, "corruption error", _SMALL, 3, "WRN-28-2 and WRN-28-10 on CIFAR-10, 200 epochs, 10 seeds", _table_5),
 )  # fmt: skip
