@@ -424,6 +424,7 @@ def refused(data, text, norm="auxiliary", **values):
         ("streams(main=identity, aux=standard", "auxiliary", "lacks its closing bracket"),
         ("stream(main=identity)", "auxiliary", "'stream' is no recipe; did you mean 'streams'"),
         ("classify(standard)", "batch", "classify takes no arguments"),
+        ("classify", "auxiliary", "take the recipe streams(main=..., aux=...)"),
         ("adversarial(eps=8/255)", "batch", "needs eps and its units"),
         ("adversarial(eps=0.1, units=pixels, of=standard)", "batch", "of=... is for one of two streams"),
         ("augmented(main=identity)", "batch", "augmented takes one augmentation"),

@@ -7,8 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import fixup_parameters, set_radius
+from ..._text import words
 from ...fixup import Bias, Scale
 from ...layers import SparseSwitchNorm
+from ..errors import LabError
+from ..mixing import branches_of
 from . import Batch, Context, Phase, Recipe
 
 __all__ = ["RECIPE", "Classify"]
@@ -40,7 +43,13 @@ class Classify(Recipe):
         correct, loss = sums.tolist()
         return {"accuracy": 100 * correct / len(y), "test_loss": loss / len(y)}
 
+    def check(self, model: nn.Module) -> None:
+        if names := branches_of(model):
+            raise LabError(f"separated layers of this model have the branches {words(names)}, and one stream of images "
+                           f"reaches one; take the recipe streams({names[0]}=..., {names[-1]}=...)")  # fmt: skip
+
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
+        self.check(model)
         fixed = any(isinstance(m, (Bias, Scale)) for m in model.modules())
         parameters = fixup_parameters(model, ctx.settings.lr) if fixed else model.parameters()
         return [Phase("model", parameters, self.step)]

@@ -40,7 +40,11 @@ SIZES = {"eps": ("epsilon", "epsilon"), "std": ("standard deviation of the noise
 KINDS = (("eps", "epsilon"), ("noise", "noise"), ("std", "noise"), ("sigma", "noise"), ("severity", "severity"),
          ("band", "bandwidth"), ("frequen", "bandwidth"))  # fmt: skip
 QUANTITIES = (("train loss", ("train_loss", "loss")), ("test loss", ("test_loss",)),
-              ("train accuracy", ("train_accuracy",)), ("test accuracy", ("test_accuracy", "accuracy")))  # fmt: skip
+              ("train accuracy", ("train_accuracy",)), ("test accuracy", ("test_accuracy", "accuracy")),
+              # Of a second branch, and of images attacked as in training.
+              ("train loss of aux", ("aux_loss",)), ("test loss of aux", ("aux_test_loss",)),
+              ("test accuracy of aux", ("aux_accuracy",)), ("test loss under attack", ("attacked_test_loss",)),
+              ("test accuracy under attack", ("attacked_accuracy",)))  # fmt: skip
 
 
 def gather(results: Results | None) -> View:
