@@ -1,6 +1,7 @@
 """Two streams of images through two branches: the same numbers in one forward pass and in two, and nothing leaks."""
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -259,7 +260,7 @@ def test_averaged_weights_have_statistics_of_both_branches(data):
 
 
 def test_adversarial_training_makes_robust():
-    data = load("digits").subset(800, 200)
+    data = load("digits").subset(600, 150)
     attack = "pgd(eps=0.15, units=pixels, steps=10)"
     found = {}
     for text in ("classify", "adversarial(eps=0.15, units=pixels, steps=3, step=0.1, mode=train)"):
@@ -340,15 +341,17 @@ def test_mixed_layers_keep_activation_and_residual():
     assert torch.allclose(y, (x - 0.5 + more).relu(), atol=1e-4)
 
 
-def trained(data: Data) -> nn.Module:
+@functools.cache
+def _trained() -> nn.Module:
+    data = load("digits").subset(160, 80)
     model = build("small", data, "auxiliary", seed=0)
-    fit(
-        model,
-        data,
-        Settings(data="digits", epochs=1, batch_size=32),
-        recipe=two_streams(main="identity", aux=noisy),
-    )
+    settings = Settings(data="digits", epochs=6, batch_size=16, lr=0.05)
+    fit(model, data, settings, recipe=two_streams(main="identity", aux=noisy))
     return model
+
+
+def trained(data: Data) -> nn.Module:
+    return copy.deepcopy(_trained())
 
 
 def test_one_batched_forward_for_both_and_one_of_half_the_size(data):
@@ -387,6 +390,19 @@ def test_curve_between_the_branches(data):
         "25 " not in curve["title"]
         and parse("between-corruptions").arguments(data)["names"][0] == "gaussian_noise"
     )
+
+
+def test_affinity_of_an_augmentation(data):
+    """Digits lose their class under strong noise and keep it under none."""
+    model = trained(data)
+    none, strong = measure(
+        model, data, ["affinity(augmentation=identity)", "affinity(augmentation=gaussian(std=0.8))"]
+    )
+    assert none["scalars"]["affinity"] == 0 and strong["scalars"]["affinity"] < -5
+    assert strong["title"] == "affinity of gaussian(std=0.8)"
+    for text, said in (("mixup", "two classes"), ("cutuot", "no augmentation 'cutuot'")):
+        with pytest.raises(LabError, match=said):
+            measure(model, data, [f"affinity(augmentation={text})"])
 
 
 def test_attacks_see_the_mixed_model(data):

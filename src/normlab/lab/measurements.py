@@ -401,7 +401,9 @@ def _augmented(data: Data, text: str | None, draw: torch.Generator) -> Change:
 
 
 def _open_affinity(data: Data, given: Arguments) -> Arguments:
-    if not (data.flip or data.crop) and "augmentation" not in given:
+    if "augmentation" in given:
+        _augmented(data, given["augmentation"], torch.Generator())  # says what is wrong with its text
+    elif not (data.flip or data.crop):
         raise LabError(
             f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure"
         )
