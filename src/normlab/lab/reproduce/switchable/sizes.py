@@ -45,7 +45,7 @@ def _switchable(size: Workers) -> str:
 
 def _table_2(ctx: Context) -> Outcome:
     pairs = ctx.pick(
-        default=((4, 32), (4, 8), (4, 2), (1, 8), (4, 1)),
+        default=((4, 16), (4, 4), (4, 2), (1, 8), (4, 1)),
         full=((8, 32), (8, 16), (8, 8), (8, 4), (8, 2), (1, 16), (1, 32), (8, 1), (1, 8)),
         smoke=((2, 8), (4, 1)),
     )
