@@ -274,7 +274,7 @@ def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study, "_measured", interrupted)
+    monkeypatch.setattr(study, "measured", interrupted)
     code, _, err = normlab(
         "compare", "--norms", "none", "--seeds", "1", "--measure", "clean", "--out", "a", *SMALL
     )

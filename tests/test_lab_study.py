@@ -342,3 +342,34 @@ else:
     sys.exit("no error")
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_runs_on_several_cores_are_those_of_one_process_with_as_many_threads(tmp_path):
+    """Workers change nothing but the time: a study of one run at a time has the same numbers."""
+    from normlab.lab.workers import threads_for
+
+    wanted = {"epochs": 1, "train_size": 60, "test_size": 30, "data": "digits"}
+    both = lab.compare(["none", "batch"], seeds=1, measure=["clean"], out=tmp_path / "both", **wanted)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_for(2))
+    try:
+        alone = [
+            lab.compare([norm], seeds=1, measure=["clean"], out=tmp_path / norm, **wanted).runs[0]
+            for norm in ("none", "batch")
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    for run, own in zip(both.runs, alone, strict=True):
+        assert run.history[0]["loss"] == own.history[0]["loss"]
+        assert run.records[0]["accuracy"] == own.records[0]["accuracy"]
+
+
+def test_what_stops_a_worker_is_said(tmp_path):
+    from normlab.lab.workers import run_jobs
+
+    job = {"home": str(tmp_path / "a"), "measure": [], "root": None, "tensorboard": False}
+    wrong = Settings(data="digits", model="nope", epochs=1).values()
+    with pytest.raises(LabError, match="there is no model 'nope'"):
+        run_jobs([{**job, "settings": wrong}], 1, Watcher(), lambda *_: None)
+    with pytest.raises(LabError, match=r"ended with code 1:(.|\n)*KeyError: 'home'"):
+        run_jobs([{"settings": wrong}], 1, Watcher(), lambda *_: None)

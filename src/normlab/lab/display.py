@@ -11,7 +11,7 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -70,6 +70,8 @@ class Lines(Watcher):
         self.line: dict[str, Any] = {}
         self.started = time.perf_counter()
         self.open = list(self.measurements)
+        self.counts: dict[str, int] = {}  # measurements that a run has
+        self.active: set[str] = set()  # runs that go on now
 
     def __enter__(self) -> Lines:
         return self
@@ -82,10 +84,16 @@ class Lines(Watcher):
             if record["measurement"] in self.measurements:
                 self.clock.drop(record["measurement"])
                 self._note(settings, record)
+                self.counts[settings.name] = self.counts.get(settings.name, 0) + 1
+
+    def turn(self, settings: Settings) -> None:
+        self.current = settings
 
     def run(self, settings: Settings, *, done_epochs: int) -> None:
         self.current, self.line = settings, {}
         self.clock.drop("", done_epochs)
+        if not self._finished(settings):
+            self.active.add(settings.name)
 
     def epoch(self, line: dict[str, Any]) -> None:
         self.line = line
@@ -96,6 +104,9 @@ class Lines(Watcher):
     def measured(self, settings: Settings, record: dict[str, Any]) -> None:
         self.clock.tick(record["measurement"], record.get("seconds", 0.0))
         self._note(settings, record)
+        self.counts[settings.name] = self.counts.get(settings.name, 0) + 1
+        if self._finished(settings):
+            self.active.discard(settings.name)
         self.tell(settings, record)
 
     def trained(self, settings: Settings) -> None:
@@ -118,6 +129,9 @@ class Lines(Watcher):
             row = self.cells.setdefault(self.label(replace(settings, seed=0)), {})
             row.setdefault(record["measurement"], []).append(float(record["accuracy"]))
 
+    def _finished(self, settings: Settings) -> bool:
+        return self.counts.get(settings.name, 0) >= len(self.measurements) > 0
+
     def _who(self, settings: Settings) -> str:
         return f"{self.label(settings)}, seed {settings.seed}"
 
@@ -126,7 +140,7 @@ class Lines(Watcher):
 
 
 class Screen(Lines):
-    """The table of means so far, a bar for the study and a bar for what is being done now."""
+    """The table of means so far, a bar for the study and one for each run that goes on now."""
 
     def __init__(
         self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any
@@ -137,7 +151,7 @@ class Screen(Lines):
             TextColumn("{task.fields[left]}"), console=console,
         )  # fmt: skip
         self.all = self.bars.add_task("study", total=round(self.clock.work), left="")
-        self.now = self.bars.add_task("starting", total=None, left="")
+        self.bar_of: dict[str, TaskID] = {}
         self.live = Live(get_renderable=self._render, console=console, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> Screen:
@@ -149,7 +163,18 @@ class Screen(Lines):
 
     def run(self, settings: Settings, *, done_epochs: int) -> None:
         super().run(settings, done_epochs=done_epochs)
+        if self._finished(settings):
+            self._tick()
+            return
         self._now(f"{self._who(settings)}, training", settings.epochs, done_epochs)
+
+    @property
+    def now(self) -> TaskID:
+        """The bar of the run that is spoken of."""
+        name = "" if self.current is None else self.current.name
+        if name not in self.bar_of:
+            self.bar_of[name] = self.bars.add_task("starting", total=None, left="")
+        return self.bar_of[name]
 
     def step(self, epoch: int, step: int, steps: int) -> None:
         self.bars.update(self.now, completed=round(epoch - 1 + step / steps, 1))
@@ -171,6 +196,8 @@ class Screen(Lines):
     def trained(self, settings: Settings) -> None: ...
 
     def tell(self, settings: Settings, record: dict[str, Any]) -> None:
+        if self._finished(settings) and settings.name in self.bar_of:
+            self.bars.remove_task(self.bar_of.pop(settings.name))
         self._tick()
 
     def known(self, settings: Settings, records: Sequence[dict[str, Any]]) -> None:
@@ -186,7 +213,7 @@ class Screen(Lines):
 
     def _tick(self) -> None:
         left = self.clock.seconds()
-        said = "" if left is None else f"about {_span(left)} left"
+        said = "" if left is None else f"about {_span(left / max(1, len(self.active)))} left"
         self.bars.update(self.all, completed=round(self.clock.done), left=said)
 
     def _render(self) -> Group:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -89,21 +89,50 @@ def run_study(
         there: dict[str, dict[str, dict[str, Any]]] = {}
         for record in read_lines(folder / "results.jsonl"):
             there.setdefault(record["digest"], {})[record["measurement"]] = record
+        left: list[tuple[Settings, list[Measurement]]] = []
         # Seeds outermost: every configuration has its first result before any has its second.
         for settings in sorted(grid, key=lambda s: s.seed):
             known = there.get(settings.digest(), {})
             open_ = [m for m in measurements if m.name not in known]
-            home = folder / "runs" / settings.name
             watch.known(settings, list(known.values()))
             if not open_ and measurements:
                 watch.run(settings, done_epochs=settings.epochs)
-                continue
-            own = data[_data_key(settings)]
-            model = _trained(settings, own, home, watch, place, tensorboard=tensorboard)
-            for record in _measured(model, own, settings, open_, watch, place):
-                append_line(folder / "results.jsonl", record)
-                watch.measured(settings, record)
+            else:
+                left.append((settings, open_))
+        if place.type == "cpu" and len(grid) > 1:
+            _run_on_cores(study, left, watch, root, tensorboard)
+        else:
+            for settings, open_ in left:
+                own = data[_data_key(settings)]
+                home = folder / "runs" / settings.name
+                model = trained(settings, own, home, watch, place, tensorboard=tensorboard)
+                for record in measured(model, own, settings, open_, watch, place):
+                    append_line(folder / "results.jsonl", record)
+                    watch.measured(settings, record)
     return read_results(folder)
+
+
+def _run_on_cores(
+    study: Study, left: Sequence[tuple[Settings, list[Measurement]]], watch: Watcher, root: str | Path | None,
+    tensorboard: bool,
+) -> None:  # fmt: skip
+    """The runs that are left, several at once."""
+    from .workers import run_jobs, threads_for
+
+    folder = study.folder
+    assert folder is not None
+    jobs = [
+        {
+            "settings": settings.values(), "home": str(folder / "runs" / settings.name),
+            "measure": [m.name for m in open_], "root": None if root is None else str(root), "tensorboard": tensorboard,
+        }
+        for settings, open_ in left
+    ]  # fmt: skip
+    for settings, _ in left:
+        _check_home(settings, folder / "runs" / settings.name)
+    if jobs:
+        write = partial(append_line, folder / "results.jsonl")
+        run_jobs(jobs, threads_for(len(study.grid())), watch, lambda settings, record: write(record))
 
 
 def train(
@@ -128,10 +157,10 @@ def train(
         data = _checked_data([settings], root=root, download=download)[_data_key(settings)]
     _check_home(settings, folder)
     with locked(folder):
-        model = _trained(settings, data, folder, watch, place, tensorboard=tensorboard)
+        model = trained(settings, data, folder, watch, place, tensorboard=tensorboard)
         done = {r["measurement"] for r in read_lines(folder / "results.jsonl")}
         open_ = [m for m in measurements if m.name not in done]
-        for record in _measured(model, data, settings, open_, watch, place):
+        for record in measured(model, data, settings, open_, watch, place):
             append_line(folder / "results.jsonl", record)
             watch.measured(settings, record)
     return read_run(folder)
@@ -200,9 +229,10 @@ def versions() -> dict[str, str]:
 # The parts of run_study
 
 
-def _trained(
+def trained(
     settings: Settings, data: Data, home: Path, watch: Watcher, device: torch.device, *, tensorboard: bool
 ) -> Classifier:
+    """The network of a run with the weights that were kept, trained as far as it was not."""
     _check_home(settings, home)
     write_atomic(home / "settings.toml", settings.to_toml())
     model = build_model(settings, data)
@@ -210,7 +240,7 @@ def _trained(
     return model
 
 
-def _measured(
+def measured(
     model: Classifier, data: Data, settings: Settings, measurements: Sequence[Measurement], watch: Watcher,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip

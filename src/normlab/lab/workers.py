@@ -1,0 +1,210 @@
+"""Several runs of a study at once on a CPU, each in a process of its own.
+
+Networks that fit a CPU are too small to keep its cores busy together: threads wait for each other, and where another
+program takes a core they wait long. A run on a core or a few does not. Parent and workers speak in JSON lines, so a
+script that asks for a study needs no guard around its main part, as it would for Python's own process pools.
+
+A worker does what :func:`normlab.lab.study.run_study` does for one run and tells of it; the parent writes the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .errors import LabError
+from .loop import Watcher
+from .settings import Settings
+
+__all__ = ["Job", "run_jobs", "threads_for"]
+
+Job = dict[str, Any]  # settings, home, measure, root: plain values
+
+
+def threads_for(runs: int) -> int:
+    """Threads for each run of a study: the cores, shared among as many runs as there are, at least one.
+
+    The order of sums, and so the last digits of a run, depend on it: it must not depend on what is left to do.
+    """
+    return max(1, _cores() // max(1, runs))
+
+
+def _cores() -> int:
+    with contextlib.suppress(AttributeError):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_jobs(
+    jobs: Sequence[Job], threads: int, watch: Watcher, record: Callable[[Settings, dict[str, Any]], None]
+) -> None:
+    """Run ``jobs`` on all cores, ``threads`` each; tell ``watch`` what happens and ``record`` what is measured."""
+    number = max(1, min(len(jobs), _cores() // threads))
+    events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
+    waiting = list(reversed(jobs))
+    workers = [_Worker(threads, events) for _ in range(number)]
+    try:
+        for worker in workers:
+            worker.give(waiting.pop())
+        busy = len(workers)
+        while busy:
+            worker, event = events.get()
+            if event is None:
+                raise LabError(worker.last_words())
+            if event["event"] == "done":
+                busy -= 1
+                if waiting:
+                    worker.give(waiting.pop())
+                    busy += 1
+            elif event["event"] == "error":
+                raise LabError(event["sentence"])
+            else:
+                _tell(watch, record, worker.settings, event)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _tell(watch: Watcher, record: Callable[..., None], settings: Settings, event: dict[str, Any]) -> None:
+    watch.turn(settings)
+    kind = event["event"]
+    if kind == "run":
+        watch.run(settings, done_epochs=event["done_epochs"])
+    elif kind == "measured":
+        record(settings, event["record"])
+        watch.measured(settings, event["record"])
+    elif kind == "measuring":
+        watch.measuring(settings, event["measurement"])
+    else:
+        getattr(watch, kind)(*event["arguments"])
+
+
+class _Worker:
+    """A process that takes a job at a time, seen from the parent."""
+
+    def __init__(self, threads: int, events: queue.Queue[Any]) -> None:
+        # The worker finds what this process imports, also from a source tree that was never installed.
+        paths = os.pathsep.join(p for p in sys.path if p)
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.workers"], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.settings = Settings()
+        self.errors: list[str] = []
+        reads = ((self.process.stdout, self._listen), (self.process.stderr, self._collect))
+        self.ears = [threading.Thread(target=read, args=(s, events), daemon=True) for s, read in reads]
+        for ear in self.ears:
+            ear.start()
+
+    def give(self, job: Job) -> None:
+        self.settings = Settings.from_values(job["settings"], source="a job")
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is in the events
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+
+    def _listen(self, stream: IO[str], events: queue.Queue[Any]) -> None:
+        for line in stream:
+            events.put((self, json.loads(line)))
+        events.put((self, None))
+
+    def _collect(self, stream: IO[str], events: queue.Queue[Any]) -> None:
+        self.errors.extend(stream)
+
+    def last_words(self) -> str:
+        code = self.process.wait()
+        said = "".join(self.errors[-20:]).strip()
+        return f"the process of {self.settings.name} ended with code {code}" + (f":\n{said}" if said else ".")
+
+    def end(self) -> None:
+        """Stop at once: what a run has finished is on the disk."""
+        self.process.kill()
+        self.process.wait()
+        for ear in self.ears:
+            ear.join()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):  # what was on its way to the worker
+                    stream.close()
+
+
+# --- the worker's side ------------------------------------------------------------------------------------------------
+
+
+class _Teller(Watcher):
+    """Tells the parent, and ends where there is none any more."""
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        self.say, self.parent = say, os.getppid()
+
+    def run(self, settings: Settings, *, done_epochs: int) -> None:
+        self.say("run", done_epochs=done_epochs)
+
+    def step(self, epoch: int, step: int, steps: int) -> None:
+        if os.getppid() != self.parent:
+            os._exit(1)
+        self.say("step", arguments=[epoch, step, steps])
+
+    def epoch(self, line: dict[str, Any]) -> None:
+        self.say("epoch", arguments=[line])
+
+    def note(self, sentence: str) -> None:
+        self.say("note", arguments=[sentence])
+
+    def measuring(self, settings: Settings, measurement: str) -> None:
+        self.say("measuring", measurement=measurement)
+
+    def measuring_step(self, measurement: str, done: int, total: int) -> None:
+        if os.getppid() != self.parent:
+            os._exit(1)
+        self.say("measuring_step", arguments=[measurement, done, total])
+
+
+def _work() -> None:
+    from .grid import measurements_of
+    from .store import locked
+    from .study import load_data, measured, trained
+
+    # Lines of others, such as a library that prints, must not come between.
+    out, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+    def say(event: str, **more: Any) -> None:
+        out.write(json.dumps({"event": event, **more}) + "\n")
+        out.flush()
+
+    place = torch.device("cpu")
+    loaded: tuple[Any, Any] = (None, None)
+    for line in sys.stdin:
+        job = json.loads(line)
+        settings, home = Settings.from_values(job["settings"], source="a job"), Path(job["home"])
+        try:
+            key = (settings.data, settings.size, settings.train_size, settings.test_size, job["root"])
+            if loaded[0] != key:
+                loaded = (key, load_data(settings, root=job["root"]))
+            watch, data = _Teller(say), loaded[1]
+            with locked(home):
+                model = trained(settings, data, home, watch, place, tensorboard=job["tensorboard"])
+                for record in measured(model, data, settings, measurements_of(job["measure"]), watch, place):
+                    say("measured", record=record)
+            say("done")
+        except LabError as error:
+            say("error", sentence=str(error))
+
+
+if __name__ == "__main__":
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    _work()
