@@ -264,9 +264,13 @@ def _check(found: Measurement, given: Arguments) -> None:
             f"{found.name}: mix and branch exclude each other; mix is between the branches main and aux"
         )
     if "of" in given and "mix" not in given and not found.kind.startswith("between"):
-        raise LabError(f"{found.name}: of says what of two branches is mixed and needs mix=..., such as mix=0.5")
+        raise LabError(
+            f"{found.name}: of says what of two branches is mixed and needs mix=..., such as mix=0.5"
+        )
     if found.kind.startswith("between") and ("mix" in given or "branch" in given):
-        raise LabError(f"{found.name}: {found.kind} goes from main to aux; mix and branch are for other measurements")
+        raise LabError(
+            f"{found.name}: {found.kind} goes from main to aux; mix and branch are for other measurements"
+        )
     if found.kind in ("corruptions", "between-corruptions") and "names" in given:
         open_corruptions(cast("Data", None), dict(given))
     kind, _, norm = found.kind.removesuffix("-curve").partition("-")

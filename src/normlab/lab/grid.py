@@ -121,7 +121,7 @@ def measurements_of(texts: Sequence[str]) -> list[Measurement]:
 DEFAULT = Study(
     Settings(),
     {"norm": ("none", "batch", "group", "batch_group(4)", "switchable"), "seed": (0, 1)},
-    ("clean", "noise", "bim", "pgd"),
+    ("clean", "noise", "bim", "pgd", "noise-curve(n=500)", "bim-curve(n=250)"),
 )
 
 

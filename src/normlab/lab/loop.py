@@ -59,7 +59,9 @@ class History:
 class Watcher:
     """What happens, told as it happens. Every method may be left as it is."""
 
-    def turn(self, settings: Settings) -> None: ...  # what follows is of this run, where several go on at once
+    def turn(
+        self, settings: Settings
+    ) -> None: ...  # what follows is of this run, where several go on at once
     def run(self, settings: Settings, *, done_epochs: int) -> None: ...
     def step(self, epoch: int, step: int, steps: int) -> None: ...
     def epoch(self, line: dict[str, Any]) -> None: ...

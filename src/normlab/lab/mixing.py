@@ -96,7 +96,8 @@ def _mixed(layer: Norm, places: Sequence[int], weight: float) -> Callable[..., T
         if known and not isinstance(layer.statistics, Positional):
             y = _at_once(layer, x, places, weight)
             return activate(y if residual is None else y + residual, layer.act)
-        # Statistics at each position or of this batch, affine maps of samples: the mean of both outputs, before an activation.
+        # Statistics at each position or of this batch, affine maps of samples: the mean of both outputs, then the
+        # activation.
         label = current(layer).label
         given = {"label": label, **given} if "label" in layer.wants and label is not None else given
         act, layer.act = layer.act, None

@@ -220,7 +220,9 @@ def predict_with(
             f"interpolation takes two branches and a weight in [0, 1]; got {words(branches)} and {weight!r}"
         )
     if of not in BETWEEN:
-        raise LabError(f"of={of!r} is not known; expected {', '.join(map(repr, BETWEEN[:-1]))} or {BETWEEN[-1]!r}")
+        raise LabError(
+            f"of={of!r} is not known; expected {', '.join(map(repr, BETWEEN[:-1]))} or {BETWEEN[-1]!r}"
+        )
     for branch in branches:
         routed(model, branch)
     return Mixed(model, (branches[0], branches[1]), float(weight), of)

@@ -54,6 +54,8 @@ def gather(results: Results | None) -> View:
     axes, follows = telling(settings)
     configs = configurations(runs, settings, axes)
     columns = scalar_columns(configs)
+    # The mean of a curve or map stands in the table only where nothing else would: the figure says more.
+    columns = [c for c in columns if not c.whole] or columns
     return View(
         configs=configs,
         axes=axes,

@@ -99,9 +99,7 @@ class Column:
     short: str = ""  # for sentences; the title where there is none
     kind: str = ""  # of the measurement, "bim"
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    whole: bool = (
-        False  # the mean of a curve or map: in the table, but its figure says more than a sentence could
-    )
+    whole: bool = False  # the mean of a curve or map: its figure says more than a cell or a sentence could
 
     @property
     def name(self) -> str:
