@@ -40,7 +40,7 @@ _HOME = {
     "store": ("load_checkpoint", "save_checkpoint"),
     "study": ("Results", "Run", "Study", "compare", "load_model", "read_results", "run_study", "train"),
 }
-_MODULES = ("analysis", "attacks", "corruptions", "fourier", "reproduce", *_HOME)
+_MODULES = ("analysis", "attacks", "augmentations", "corruptions", "fourier", "mixing", "reproduce", *_HOME)
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - in the order of use
