@@ -17,7 +17,7 @@ from . import whole_kernels
 from .activation import ACTIVATIONS, LEAK, activate
 from .affine import compose
 from .engine import Rows, Rule, Update, plain
-from .launch import BLOCK, Launch, Shape, addresses, ceil, dense, like, power, shape_of, tiles
+from .launch import BLOCK, DIRECT, Launch, Shape, addresses, ceil, dense, like, power, shape_of, tiles
 from .pools import Plan, Pooled
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Static:
             summing.programs, ceil(2 * rows, BLOCK) if self.parted else 0,
             sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
         )  # fmt: skip
-        self.meet = rows * shape.s <= _WHOLE
+        self.meet = DIRECT and rows * shape.s <= _WHOLE
         self.forward = self._launches(whole_kernels.forward, programs, forward)
         self.backward = self._launches(whole_kernels.backward, back, backward)
         # Nothing but dx is wanted, and no statistic depends on x: no sums are needed. And where dx is not wanted.

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
+# Compiled kernels are called directly, and their programs may wait for each other, as Triton has it for CUDA.
+DIRECT = torch.version.hip is None
 BLOCK = 256  # rows a program, where a program's work is on rows and not on x
 _SMALL_TILE, _LARGE_TILE = 2048, 4096  # elements a program: of passes that sum, and of passes that write
 
@@ -86,7 +88,8 @@ class Launch:
             return
         given = tuple(_Pointer(p, t.dtype) for p, t in zip(pointers, given, strict=True))
         if not self.meet:
-            self._ready = self.kernel[(self.grid,)](*given, *numbers, *self.fixed)
+            made = self.kernel[(self.grid,)](*given, *numbers, *self.fixed)
+            self._ready = made if DIRECT else None
             return
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         wanted, self.grid = self.grid, min(self.grid, processors)
@@ -117,7 +120,8 @@ def _resident(made: Any) -> int:
     warps = made.metadata.num_warps
     registers = -(-made.n_regs // 8) * 8 * 32 * warps
     shared = made.metadata.shared + 1024
-    return max(1, min(65536 // max(registers, 1), 48 // warps, 160 * 1024 // shared, 8))
+    # What the smallest of the devices in use have: 64 K registers, 32 warps, 96 KiB of shared memory.
+    return max(1, min(65536 // max(registers, 1), 32 // warps, 96 * 1024 // shared))
 
 
 class Shape(NamedTuple):
