@@ -69,7 +69,6 @@ class Lines(Watcher):
         self.current: Settings | None = None
         self.line: dict[str, Any] = {}
         self.started = time.perf_counter()
-        self.open = list(self.measurements)
         self.counts: dict[str, int] = {}  # measurements that a run has
         self.active: set[str] = set()  # runs that go on now
 
