@@ -3,6 +3,10 @@
 Triton kernels on CUDA tensors when Triton is there, torch operators otherwise. ``NORMLAB_BACKEND=torch`` or ``triton``
 and :func:`backend` force either. ``triton`` on the CPU needs Triton's interpreter (``TRITON_INTERPRET=1``), which is
 how tests reach the kernels without a GPU.
+
+Small inputs take one launch a direction, whose programs wait for each other: least work for the host. In a CUDA graph
+the host has none, and a launch for each pass is quicker; :func:`launches` and ``NORMLAB_LAUNCHES`` choose, ``one`` or
+``several``. Processes that share a GPU through CUDA's MPS need ``several``: programs that wait must all be running.
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ from ._text import nearest
 if TYPE_CHECKING:
     from .engine import Rows
 
-__all__ = ["backend", "kernels_serve"]
+__all__ = ["backend", "kernels_serve", "launches", "one_launch"]
 
 _NAMES = ("auto", "torch", "triton")
+_LAUNCHES = ("one", "several")
 _chosen: ContextVar[str | None] = ContextVar("normlab_backend", default=None)
+_launches: ContextVar[str | None] = ContextVar("normlab_launches", default=None)
 
 
 @contextmanager
@@ -57,6 +63,31 @@ def _has_triton() -> bool:
 @lru_cache(maxsize=1)
 def _from_environment() -> str:
     return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
+
+
+@contextmanager
+def launches(number: str) -> Iterator[None]:
+    """Within it, kernels for inputs that were not met before take ``"one"`` launch a direction or ``"several"``."""
+    token = _launches.set(_known_launches(number))
+    try:
+        yield
+    finally:
+        _launches.reset(token)
+
+
+def one_launch() -> bool:
+    return (_launches.get() or _launches_from_environment()) == "one"
+
+
+def _known_launches(number: str) -> str:
+    if number not in _LAUNCHES:
+        raise ValueError(f"launches are 'one' or 'several' a direction; got {number!r}")
+    return number
+
+
+@lru_cache(maxsize=1)
+def _launches_from_environment() -> str:
+    return _known_launches(os.environ.get("NORMLAB_LAUNCHES", "one"))
 
 
 def kernels_serve(x: Tensor, rows: Rows | None = None) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import whole_kernels
 from .activation import ACTIVATIONS, LEAK, activate
 from .affine import compose
+from .backend import one_launch
 from .engine import Rows, Rule, Update, plain
 from .launch import BLOCK, DIRECT, Launch, Shape, addresses, ceil, dense, like, power, shape_of, tiles
 from .pools import Plan, Pooled
@@ -200,7 +201,7 @@ class Static:
             summing.programs, ceil(2 * rows, BLOCK) if self.parted else 0,
             sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
         )  # fmt: skip
-        self.meet = DIRECT and rows * shape.s <= _WHOLE
+        self.meet = DIRECT and one_launch() and rows * shape.s <= _WHOLE
         self.forward = self._launches(whole_kernels.forward, programs, forward)
         self.backward = self._launches(whole_kernels.backward, back, backward)
         # Nothing but dx is wanted, and no statistic depends on x: no sums are needed. And where dx is not wanted.

@@ -14,7 +14,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import calibrate
+from .. import calibrate, fuse
+from ..backend import launches
 from ..layers import Norm, SwitchNorm
 from .errors import LabError
 from .recipes import Batch, Context, Phase, Recipe
@@ -99,7 +100,8 @@ def fit(
     if settings.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
-    with arithmetic(settings.precision), _own_random_numbers(device):
+    several = launches("several") if settings.capture and device.type == "cuda" else nullcontext()
+    with arithmetic(settings.precision), _own_random_numbers(device), several:
         trainer = _Trainer(model, recipe, ctx, watch)
         history = trainer.resume(folder)
         watch.run(settings, done_epochs=len(history.epochs))
@@ -120,6 +122,7 @@ class _Trainer:
 
     def __init__(self, model: nn.Module, recipe: Recipe, ctx: Context, watch: Watcher) -> None:
         self.model, self.recipe, self.ctx, self.watch = model, recipe, ctx, watch
+        self.trained = _fused(model, ctx)
         settings = ctx.settings
         self.phases = recipe.phases(model, ctx)
         self.optimizers = [_optimizer(phase, settings, ctx.device) for phase in self.phases]
@@ -148,6 +151,7 @@ class _Trainer:
         if self.recipe.start_epoch(self.model, epoch / settings.epochs):
             self.captured = None
         self.model.train()
+        self.trained.train()
         for total in self.sums.values():
             total.zero_()
         lr, told = 0.0, start
@@ -217,7 +221,7 @@ class _Trainer:
                 with torch.autocast(
                     self.ctx.device.type, torch.bfloat16, enabled=settings.precision == "bf16"
                 ):
-                    values = phase.compute(self.model, part, self.ctx)
+                    values = phase.compute(self.trained, part, self.ctx)
                 (values["loss"] * (len(part.y) / n)).backward()
                 self._add(phase, values, len(part.y))
             if settings.clip:
@@ -364,6 +368,21 @@ class _Trainer:
                 raise LabError(f"{best} is of epoch {about.get('epoch')} and the run's best is {self.best_epoch}: "
                                "files were mixed. Remove the folder to train from the start.")  # fmt: skip
         return History(lines, self.best_epoch)
+
+
+def _fused(model: nn.Module, ctx: Context) -> nn.Module:
+    """On CUDA the same parameters and buffers with activations and additions inside the norm layers' kernels."""
+    from .data import pixels
+
+    if ctx.device.type != "cuda":
+        return model
+    model.train()
+    for inputs in ((pixels(ctx.data.test.x[:2]),), ()):  # shapes show which additions can be taken in
+        try:
+            return fuse(model, *inputs)
+        except (ValueError, RuntimeError):
+            continue
+    return model
 
 
 class _Captured:

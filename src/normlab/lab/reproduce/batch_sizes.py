@@ -42,7 +42,7 @@ def base(ctx: Context, epochs: int, milestones: tuple[int, ...]) -> Any:
     """A CIFAR ResNet in place of ResNet-50 on ImageNet; at the default scale a small net on digits."""
     full = {
         "model": "resnet20", "data": "cifar10", "epochs": epochs, "schedule": "step", "milestones": milestones,
-        "weight_decay": 1e-4, "warmup": 1,
+        "weight_decay": 1e-4, "warmup": 1, "channels_last": True,
     }  # fmt: skip
     small = {"model": "small", "data": "mnist5k", "epochs": 4, "train_size": 2000, "weight_decay": 1e-4}
     tiny = {**small, "epochs": 1, "train_size": 96, "test_size": 32}
