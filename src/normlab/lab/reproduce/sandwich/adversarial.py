@@ -49,6 +49,7 @@ def _grids(ctx: Context) -> tuple[Cells, Cells]:
     full = {
         "model": "preact-resnet18", "data": "cifar10", "options": {"standardize": "imagenet"}, "train_size": 45000,
         "epochs": 200, "batch_size": 128, "lr": 0.1, "schedule": "step", "milestones": (50, 150), "warmup": 1,
+        "precision": "bf16", "channels_last": True,
     }  # fmt: skip
     small = {
         "model": "small",
@@ -102,8 +103,8 @@ def _note(ctx: Context) -> str:
     if ctx.scale == "full":
         return (
             "Pre-activation ResNet-18 on 45,000 images of CIFAR-10, 200 epochs, learning rate 0.1 divided by ten "
-            "after 50 and 150, PGD with 10 steps of 2/255 and size 8/255 in training; robust accuracy by PGD "
-            "of the same size."
+            "after 50 and 150, PGD with 10 steps of 2/255 and size 8/255 in training; robust accuracy by PGD of the "
+            "same size. Convolutions in bfloat16 in training."
         )
     return (
         "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, attacks of size 0.15 (5 steps in "

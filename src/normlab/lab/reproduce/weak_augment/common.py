@@ -43,7 +43,7 @@ def base(ctx: Context) -> Settings:
     """The settings of WRN-28-2 on CIFAR-10, or a small net on digits."""
     full = {
         "model": "wrn-28-2", "data": "cifar10", "epochs": 200, "batch_size": 128, "lr": 0.1, "nesterov": True,
-        "weight_decay": 5e-4, "decay_all": False,
+        "weight_decay": 5e-4, "decay_all": False, "precision": "bf16", "channels_last": True,
     }  # fmt: skip
     small = {
         "model": "small",
@@ -80,7 +80,7 @@ def note(ctx: Context, full: str) -> str:
         return (
             f"{full} 200 epochs, batches of 128 (two streams: 256 images), learning rate 0.1 with cosine decay, "
             "Nesterov momentum, weight decay 5e-4 on convolutions and the linear layer; the paper does not say which "
-            "parameters decay."
+            "parameters decay. Convolutions in bfloat16."
         )
     return (
         "Default scale: four convolutions on 2,000 digits of mnist5k, 6 epochs, in place of WRN-28-2 on CIFAR-10. "
