@@ -69,14 +69,20 @@ def together(settings: Settings, data: Data, device: torch.device) -> Iterator[R
         ranks.spread(_tensors(data), torch.device("cpu"))
         team.data = data
     yield ranks
+    # Not after an error: the others are still in the training, and cannot be told of another.
     team.busy = False
 
 
 def lead(ranks: Ranks, command: Callable[[], Any]) -> Any:
     """Run ``command`` on the first rank while the others train along; they return None when it has ended.
 
-    An error inside of a training ends this process only: the others cannot be told while they are in an exchange, which
-    fails when the process is gone.
+    In a script of your own, :func:`normlab.lab.compare` and :func:`normlab.lab.train` are such commands::
+
+        with joined() as ranks:
+            lead(ranks, lambda: compare(["none", "batch"]))
+
+    A command must not exchange anything with the others by itself, as :func:`normlab.calibrate` would. After an error
+    inside of a training they are in an exchange, which fails when this process is gone.
     """
     global _team
     if ranks.world == 1:
@@ -109,14 +115,20 @@ def follow(ranks: Ranks) -> None:
 
 
 def run(command: Callable[[], Any], words: Words) -> NoReturn:
-    """A command under torchrun, and the end of the process: of several that fail, the first says why."""
+    """A command under torchrun, and the end of the process: of several that fail, the first to do so says why."""
+
+    def code_of() -> int:
+        try:
+            command()
+        except SystemExit as end:  # how the parser ends, also where all is well
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return 0
+
     code, store = 0, None
     try:
         with joined() as ranks:
             store = _store()
-            lead(ranks, command)
-    except SystemExit as end:  # the parser's own
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            code = lead(ranks, code_of) or 0
     except BaseException as error:
         said = words(error)
         code = 1 if said is None else said[1]
@@ -128,10 +140,12 @@ def run(command: Callable[[], Any], words: Words) -> NoReturn:
             with suppress(RuntimeError):
                 if store is not None:
                     store.set("normlab/code", str(code))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Taking down an exchange that others are still waiting in can wait for them; nothing else is left to be done.
-    os._exit(code)
+    if code:
+        # Python would take down exchanges that others still wait in, and could itself wait for them there.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit()
 
 
 def _store() -> Any:
@@ -148,9 +162,8 @@ def _said_by_another(store: Any) -> int | None:
     try:
         if store.add("normlab/failed", 1) == 1:
             return None
-        store.wait(
-            ["normlab/code"], timedelta(seconds=10)
-        )  # torchrun ends all of them as soon as one has ended
+        # Torchrun ends all of them as soon as one has ended; the first must have spoken by then.
+        store.wait(["normlab/code"], timedelta(seconds=10))
         return int(store.get("normlab/code"))
     except RuntimeError:  # the store is gone, and the one that failed first with it
         return 1
