@@ -334,6 +334,23 @@ def test_a_study_under_torchrun(tmp_path):
         assert log["ranks"] == 2 and log["loss"] == pytest.approx(one.history[0]["loss"], rel=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize(
+    "more",
+    [("--recipe", "classify"), ("--recipe", f"adversarial({PGD}, mode=train)")],
+    ids=["plain", "attacked"],
+)
+def test_two_gpus_train_as_one_does(tmp_path, more):
+    asked = (*TINY[:-1], "cuda", "--epochs", "2", "--sync-norm", "true", "--precision", "float32", *more)
+    done = torchrun("train", *asked, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    settings = Settings.read(tmp_path / "two" / "settings.toml")
+    one = train(settings, tmp_path / "one", device="cuda")
+    for mine, expected in zip(lines(tmp_path / "two" / "log.jsonl"), one.history, strict=True):
+        assert mine["ranks"] == 2 and mine["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+
+
 def once(done, sentence):
     """Said once, by one process, without a traceback of ours; torchrun has its own report below."""
     assert done.returncode != 0

@@ -219,8 +219,8 @@ class Ranks:
                            "CUDA_VISIBLE_DEVICES chooses among GPUs.")  # fmt: skip
         number = torch.cuda.device_count()
         if kind == "cuda" and self.local >= number:
-            raise LabError(f"{self.local + 1} processes or more were started on a machine with {number} GPUs; "
-                           "start one for each, or give --device cpu.")  # fmt: skip
+            raise LabError(f"process {self.local} of this machine, counted from 0, has no GPU of its own: there are "
+                           f"{number}. Start one process for each, or give --device cpu.")  # fmt: skip
         return torch.device("cpu") if kind == "cpu" else torch.device("cuda", self.local)
 
 
