@@ -171,7 +171,7 @@ OTHER = {  # for every setting a value that is not its default
     "accumulate": 2, "optimizer": "adam", "lr": 0.5, "momentum": 0.5, "nesterov": True, "weight_decay": 0.0,
     "decay_all": False, "schedule": "constant", "milestones": (2, 4), "gamma": 0.5, "warmup": 1, "clip": 1.0,
     "augment": False, "label_smoothing": 0.1, "ema": 0.9, "precision": "bf16", "best": "test", "channels_last": True,
-    "capture": False, "train_size": 10, "test_size": 10, "size": 56, "depth": 3, "width": 7,
+    "capture": False, "sync_norm": True, "train_size": 10, "test_size": 10, "size": 56, "depth": 3, "width": 7,
     "options": {"place": "after", "k": 2},
 }  # fmt: skip
 

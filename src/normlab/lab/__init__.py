@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .loop import History, Watcher, fit
     from .models import Classifier, build
     from .norms import NormSpec, parse_norm
+    from .ranks import Ranks, joined
     from .recipes import Recipe
     from .report import write_report
     from .settings import Settings
@@ -34,13 +35,24 @@ _HOME = {
     "loop": ("History", "Watcher", "fit"),
     "models": ("Classifier", "build"),
     "norms": ("NormSpec", "parse_norm"),
+    "ranks": ("Ranks", "joined"),
     "recipes": ("Recipe",),
     "report": ("write_report",),
     "settings": ("Settings",),
     "store": ("load_checkpoint", "save_checkpoint"),
     "study": ("Results", "Run", "Study", "compare", "load_model", "read_results", "run_study", "train"),
 }
-_MODULES = ("analysis", "attacks", "augmentations", "corruptions", "fourier", "mixing", "reproduce", *_HOME)
+_MODULES = (
+    "analysis",
+    "attacks",
+    "augmentations",
+    "corruptions",
+    "fourier",
+    "mixing",
+    "reproduce",
+    "torchrun",
+    *_HOME,
+)
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - in the order of use
@@ -48,7 +60,7 @@ __all__ = [  # noqa: RUF022 - in the order of use
     "Settings", "LabError",
     "load", "Data", "Images",
     "build", "Classifier", "parse_norm", "NormSpec",
-    "fit", "History", "Watcher", "Recipe",
+    "fit", "History", "Watcher", "Recipe", "joined", "Ranks",
     "measure", "accuracy", "Measurement", "MEASUREMENTS",
     "write_report", "save_checkpoint", "load_checkpoint",
 ]  # fmt: skip

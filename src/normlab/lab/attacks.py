@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from ..state import no_update
 from .errors import LabError
+from .seeds import draw
 
 __all__ = ["Attack", "Units", "as_found", "bim", "fgsm", "pgd", "shown", "standard_deviation"]
 
@@ -328,9 +329,9 @@ def _inside(norm: Ball, eps: float, like: Tensor, generator: torch.Generator | N
     device = like.device if generator is None else generator.device
     made: dict[str, Any] = {"dtype": like.dtype, "device": device, "generator": generator}
     if norm == "linf":
-        return ((2 * torch.rand(like.shape, **made) - 1) * eps).to(like.device)
-    direction = torch.randn(like.shape, **made)
-    radius = torch.rand((len(like), 1, 1, 1), **made) ** (1 / max(1, like[:1].numel()))
+        return ((2 * draw(torch.rand, like.shape, **made) - 1) * eps).to(like.device)
+    direction = draw(torch.randn, like.shape, **made)
+    radius = draw(torch.rand, (len(like), 1, 1, 1), **made) ** (1 / max(1, like[:1].numel()))
     return (eps * radius * direction / _length(direction).clamp_min(1e-12)).to(like.device)
 
 

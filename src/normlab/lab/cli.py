@@ -1,7 +1,8 @@
 """The command line's entry, ``normlab``: runs a command and says what went wrong in a sentence.
 
 What a user can put right comes as a :class:`~normlab.lab.errors.LabError`; it is printed on stderr and the exit code is
-2. An interrupted command exits with 130, and the same command again goes on.
+2. An interrupted command exits with 130, and the same command again goes on. Under torchrun a command runs in several
+processes (:mod:`normlab.lab.torchrun`), and what went wrong is said once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from .errors import Interrupted, LabError
+from .ranks import started_by_torchrun
 
 __all__ = ["main"]
 
@@ -30,22 +32,35 @@ _EXTRA = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the process ends with its exit code."""
+    if started_by_torchrun():
+        from .torchrun import run
+
+        run(lambda: _run(arguments), _words)
     try:
-        from .commands import app
-
-        app(args=None if arguments is None else list(arguments), prog_name="normlab")
-    except LabError as error:
-        _end(f"normlab: {error}", 2)
-    except (Interrupted, KeyboardInterrupt):
-        _end("normlab: interrupted. What is finished is kept; the same command again goes on.", 130)
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if name not in _EXTRA:
+        _run(arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        said = _words(error)
+        if said is None:
             raise
-        how = "pip install timm" if name == "timm" else "pip install 'normlab[lab]'"
-        _end(f"normlab: {name} is not installed; {how} brings it.", 2)
+        print(said[0], file=sys.stderr)
+        sys.exit(said[1])
 
 
-def _end(sentence: str, code: int) -> None:
-    print(sentence, file=sys.stderr)
-    sys.exit(code)
+def _run(arguments: Sequence[str] | None) -> None:
+    from .commands import app
+
+    app(args=None if arguments is None else list(arguments), prog_name="normlab")
+
+
+def _words(error: BaseException) -> tuple[str, int] | None:
+    """What to say of an error, and the exit code; None of a fault, which is shown as one."""
+    if isinstance(error, LabError):
+        return f"normlab: {error}", 2
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+        return "normlab: interrupted. What is finished is kept; the same command again goes on.", 130
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+        if name in _EXTRA:
+            how = "pip install timm" if name == "timm" else "pip install 'normlab[lab]'"
+            return f"normlab: {name} is not installed; {how} brings it.", 2
+    return None

@@ -6,6 +6,9 @@ through the same numbers, and no generator has to be stored.
 
 Nothing in a step waits for the device. Sums stay there and are asked for once an epoch; images are gathered and
 augmented for many batches at once; learning rates are tensors, so that a captured step can follow a schedule.
+
+Several processes may share a run (:mod:`normlab.lab.ranks`). Each makes the images of whole batches, with the draws of
+one process, and computes on its rows of them; the first writes, tells and tests.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from .. import calibrate, fuse
 from ..backend import launches
 from ..layers import Norm, SwitchNorm
 from .errors import LabError
+from .ranks import ALONE, Ranks, Share
 from .recipes import Batch, Context, Phase, Recipe
 from .recipes import recipe as recipe_by_name
-from .seeds import derive, generator
+from .seeds import derive, generator, rows_of
 from .store import append_line, finite, load_checkpoint, read_lines, save_checkpoint, write_lines
 
 if TYPE_CHECKING:
@@ -83,6 +87,7 @@ def fit(
     progress: Watcher | None = None,
     device: torch.device | str = "cpu",
     tensorboard: bool = False,
+    ranks: Ranks = ALONE,
 ) -> History:
     """Train ``model`` in place as ``settings`` say; afterwards it has the weights that were kept.
 
@@ -90,11 +95,14 @@ def fit(
     again goes on after the last finished epoch, to the numbers that it would have reached without the interruption.
     best.safetensors has the kept weights under the model's own names. ``tensorboard`` also writes the log for
     TensorBoard, if that package is installed.
+
+    ``ranks`` are processes that share every batch and all make this call: :func:`normlab.lab.ranks.joined`. The
+    weights, the folder and the watcher that count are the first one's; all end with the same weights.
     """
     device = torch.device(device)
     recipe = recipe or recipe_by_name(settings.recipe)
     folder = None if folder is None else Path(folder)
-    watch = progress or Watcher()
+    watch = progress if progress and ranks.first else Watcher()
     data = data.to(device)
     model.to(device)
     if settings.channels_last:
@@ -102,10 +110,11 @@ def fit(
     ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
     several = launches("several") if settings.capture and device.type == "cuda" else nullcontext()
     with arithmetic(settings.precision), _own_random_numbers(device), several:
-        trainer = _Trainer(model, recipe, ctx, watch)
-        history = trainer.resume(folder)
+        trainer = _Trainer(model, recipe, ctx, watch, ranks)
+        history = ranks.given(lambda: trainer.resume(folder))
+        trainer.agree()
         watch.run(settings, done_epochs=len(history.epochs))
-        board = _Board.open(folder, watch) if tensorboard else None
+        board = _Board.open(folder, watch) if tensorboard and ranks.first else None
         for epoch in range(len(history.epochs), settings.epochs):
             line = trainer.epoch(epoch)
             history.epochs.append(line)
@@ -120,10 +129,13 @@ def fit(
 class _Trainer:
     """The state of a run: model, optimizers, averaged weights, best weights."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, ctx: Context, watch: Watcher) -> None:
-        self.model, self.recipe, self.ctx, self.watch = model, recipe, ctx, watch
-        self.trained = _fused(model, ctx)
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, ctx: Context, watch: Watcher, ranks: Ranks = ALONE
+    ) -> None:
+        self.model, self.recipe, self.ctx, self.watch, self.ranks = model, recipe, ctx, watch, ranks
+        self.trained = _fused(model, ctx) if ranks.world == 1 else model
         settings = ctx.settings
+        self.sync = ranks.check(settings, model)
         self.phases = recipe.phases(model, ctx)
         self.optimizers = [_optimizer(phase, settings, ctx.device) for phase in self.phases]
         self.averaged = copy.deepcopy(model).requires_grad_(False) if settings.ema else None
@@ -131,7 +143,8 @@ class _Trainer:
         self.sums: dict[str, Tensor] = {}
         self.best_score, self.best_epoch = -math.inf, 0
         self.best_state: dict[str, Tensor] | None = None
-        self.capture = settings.capture and ctx.device.type == "cuda"
+        # Exchanges between ranks are not captured: a step that fails in one of them would leave the others waiting.
+        self.capture = settings.capture and ctx.device.type == "cuda" and ranks.world == 1
         self.captured: _Captured | None = None
         size, remainder = settings.batch_size, len(ctx.data.train.y) % settings.batch_size
         if not len(ctx.data.train.y):
@@ -145,8 +158,9 @@ class _Trainer:
     # One epoch
 
     def epoch(self, epoch: int) -> dict[str, Any]:
-        settings, device, start = self.ctx.settings, self.ctx.device, time.perf_counter()
-        torch.manual_seed(derive(settings.seed, "global", epoch))
+        settings, start = self.ctx.settings, time.perf_counter()
+        # Dropout and the like must not drop the same of every rank's samples.
+        torch.manual_seed(derive(settings.seed, "global", epoch, *self.ranks.mark))
         self.ctx.generator.manual_seed(derive(settings.seed, "step", epoch))
         if self.recipe.start_epoch(self.model, epoch / settings.epochs):
             self.captured = None
@@ -155,25 +169,35 @@ class _Trainer:
         for total in self.sums.values():
             total.zero_()
         lr, told = 0.0, start
-        for step, batch in enumerate(self._batches(epoch)):
-            lr = learning_rate(settings, epoch, step / self.steps)
-            self._prepare(lr, epoch * self.steps + step)
-            self._run(batch)
-            if (now := time.perf_counter()) - told > 0.1:
-                self.watch.step(epoch + 1, step + 1, self.steps)
-                told = now
-        values = (
-            torch.stack([*self.sums.values()]).div(self.images).tolist()
-        )  # the epoch's one wait for the device
+        with self.ranks.synced(self.model, self.sync):
+            for step, batch in enumerate(self._batches(epoch)):
+                lr = learning_rate(settings, epoch, step / self.steps)
+                self._prepare(lr, epoch * self.steps + step)
+                self._run(batch)
+                if (now := time.perf_counter()) - told > 0.1:
+                    self.watch.step(epoch + 1, step + 1, self.steps)
+                    told = now
+        sums = self.ranks.sum(torch.stack([*self.sums.values()]))
+        values = sums.div(self.images).tolist()  # the epoch's one wait for the device
         line = {"epoch": epoch + 1} | dict(zip(self.sums, values, strict=True))
+        self.ranks.check_weights(self.model)
+        if not self.sync:
+            self.ranks.average_statistics(self.model)
         tested = self._tested_model(epoch)
         tested.eval()
-        line |= self.recipe.evaluate(tested, self.ctx)
+        return self.ranks.given(
+            lambda: finite(line | self._tests(tested, lr, start))
+        )  # as the log will have it
+
+    def _tests(self, tested: nn.Module, lr: float, start: float) -> dict[str, Any]:
+        """What an epoch's line has besides the sums over its steps."""
+        found: dict[str, Any] = self.recipe.evaluate(tested, self.ctx)
         importance = {n: m.importance() for n, m in tested.named_modules() if isinstance(m, SwitchNorm)}
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        line |= {"lr": lr, "seconds": round(time.perf_counter() - start, 4)}
-        return finite(line | ({"importance": importance} if importance else {}))  # as the log will have it
+        if self.ctx.device.type == "cuda":
+            torch.cuda.synchronize(self.ctx.device)
+        found |= {"lr": lr, "seconds": round(time.perf_counter() - start, 4)}
+        found |= {"ranks": self.ranks.world} if self.ranks.world > 1 else {}
+        return found | ({"importance": importance} if importance else {})
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
         """Every training image once, in an order of this epoch; pixels may still be bytes."""
@@ -213,23 +237,37 @@ class _Trainer:
 
     def _step(self, batch: Batch) -> None:
         settings, n = self.ctx.settings, len(batch.y)
-        batch = self._pixels(batch)
-        parts = -(-n // settings.accumulate) if settings.accumulate > 1 else n
+        parts = [self._own(part) for part in batch.split(-(-n // settings.accumulate))]
         for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
             optimizer.zero_grad(set_to_none=True)
-            for part in batch.split(parts):
-                with torch.autocast(
-                    self.ctx.device.type, torch.bfloat16, enabled=settings.precision == "bf16"
+            for part, share in parts:
+                with (
+                    torch.autocast(
+                        self.ctx.device.type, torch.bfloat16, enabled=settings.precision == "bf16"
+                    ),
+                    rows_of(share.start, share.stop, share.whole),
                 ):
                     values = phase.compute(self.trained, part, self.ctx)
-                (values["loss"] * (len(part.y) / n)).backward()
-                self._add(phase, values, len(part.y))
+                (values["loss"] * (share.images / n)).backward()
+                self._add(phase, values, share.images)
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            self.ranks.sum_gradients(own)
             if settings.clip:
-                own = [p for group in optimizer.param_groups for p in group["params"]]
                 nn.utils.clip_grad_norm_(own, settings.clip, foreach=True)
             optimizer.step()
         if self.averaged is not None:
             self._average()
+
+    def _own(self, batch: Batch) -> tuple[Batch, Share]:
+        """This rank's rows of what is computed at once, as pixels.
+
+        In the last, smaller batch of an epoch no rank should have a single row where it has more otherwise: batch
+        statistics of a single value do not exist.
+        """
+        settings = self.ctx.settings
+        usual = -(-settings.batch_size // settings.accumulate) // self.ranks.world
+        share = self.ranks.share(len(batch.y), least=1 if self.sync else min(2, usual), lend=not self.sync)
+        return self._pixels(Batch.of([t[share.start : share.stop] for t in batch.tensors])), share
 
     def _add(self, phase: Phase, values: dict[str, Tensor], images: int) -> None:
         for name, value in values.items():
@@ -237,7 +275,8 @@ class _Trainer:
             if name not in self.sums:
                 exact = torch.float32 if self.ctx.device.type == "mps" else torch.float64
                 self.sums[name] = torch.zeros((), device=self.ctx.device, dtype=exact)
-            self.sums[name] += value.detach() * images
+            if images:  # a mean over none is not a number
+                self.sums[name] += value.detach() * images
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -262,9 +301,13 @@ class _Trainer:
             return self.model
         for mine, live in zip(self.averaged.buffers(), self.model.buffers(), strict=True):
             mine.copy_(live)
-        batches = self._batches(epoch)
-        loader = (self._pixels(batch) for _, batch in zip(range(_CALIBRATION), batches, strict=False))
-        estimate_statistics(self.averaged, loader, lambda m, batch: self.recipe.show(m, batch, self.ctx))
+        batches = zip(range(_CALIBRATION), self._batches(epoch), strict=False)
+        own = (self._own(batch) for _, batch in batches)
+        loader = (batch for batch, share in own if share.images or self.sync)
+        with self.ranks.synced(self.averaged, self.sync):
+            estimate_statistics(self.averaged, loader, lambda m, batch: self.recipe.show(m, batch, self.ctx))
+        if not self.sync:
+            self.ranks.average_statistics(self.averaged)
         return self.averaged
 
     def _pixels(self, batch: Batch) -> Batch:
@@ -290,18 +333,29 @@ class _Trainer:
             self.best_score, self.best_epoch = score, line["epoch"]
             self.best_state = self._tested_state()
         history.best = self.best_epoch
-        if folder is None:
+        if folder is None or not self.ranks.first:
             return
         append_line(folder / "log.jsonl", line)
+        meta = {"kind": "state", "best_score": self.best_score, "best_epoch": self.best_epoch}
+        save_checkpoint(folder / "last.safetensors", self._state(), meta | self._about(line["epoch"]))
+        if better:
+            self._store_best(folder)
+
+    def _state(self) -> dict[str, Tensor]:
+        """All tensors that the next epoch depends on."""
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         if self.averaged is not None:
             tensors |= {f"averaged.{k}": v for k, v in self.averaged.state_dict().items()}
         for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
             tensors |= {f"optimizer.{phase.name}.{k}": v for k, v in _optimizer_state(optimizer).items()}
-        meta = {"kind": "state", "best_score": self.best_score, "best_epoch": self.best_epoch}
-        save_checkpoint(folder / "last.safetensors", tensors, meta | self._about(line["epoch"]))
-        if better:
-            self._store_best(folder)
+        return tensors
+
+    def _load(self, tensors: dict[str, Tensor], source: object) -> None:
+        load_weights(self.model, _under("model.", tensors), source)
+        if self.averaged is not None:
+            load_weights(self.averaged, _under("averaged.", tensors), source)
+        for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
+            _load_optimizer(optimizer, _under(f"optimizer.{phase.name}.", tensors))
 
     def _tested_state(self) -> dict[str, Tensor]:
         tested = self.model if self.averaged is None else self.averaged
@@ -328,9 +382,20 @@ class _Trainer:
         """The kept weights, in the model that was given; it learns on as before and is in evaluation mode."""
         if self.best_state is not None:
             self.model.load_state_dict(self.best_state)
+        if self.ranks.world > 1:  # one that took the run up has the best weights from the disk
+            self.model.load_state_dict(self.ranks.spread(self.model.state_dict(), self.ctx.device))
         self.model.eval()
 
     # Taking up a run
+
+    def agree(self) -> None:
+        """Every rank begins with the state of the first, which may have taken it from the disk."""
+        if self.ranks.world == 1:
+            return
+        self.best_score, self.best_epoch = self.ranks.given(lambda: (self.best_score, self.best_epoch))
+        tensors = self.ranks.spread(self._state(), self.ctx.device)
+        if not self.ranks.first:
+            self._load(tensors, "rank 0")
 
     def resume(self, folder: Path | None) -> History:
         if folder is None or not (folder / "last.safetensors").exists():
@@ -343,11 +408,7 @@ class _Trainer:
             raise LabError(
                 f"{path} is the state of a run with other settings; choose another folder for this one."
             )
-        load_weights(self.model, _under("model.", tensors), path)
-        if self.averaged is not None:
-            load_weights(self.averaged, _under("averaged.", tensors), path)
-        for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
-            _load_optimizer(optimizer, _under(f"optimizer.{phase.name}.", tensors))
+        self._load(tensors, path)
         lines = read_lines(folder / "log.jsonl")
         if len(lines) < meta["epoch"]:
             raise LabError(f"{folder / 'log.jsonl'} has {len(lines)} epochs and {path} is of epoch {meta['epoch']}: "
@@ -454,7 +515,7 @@ def estimate_statistics(
         calibrate(model, loader, forward=show)
 
 
-def load_weights(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
+def load_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
     """Weights into a model, or a sentence about what does not fit; the model is then as it was."""
     own = model.state_dict()
     missing, surplus = [k for k in own if k not in state], [k for k in state if k not in own]
@@ -462,7 +523,7 @@ def load_weights(model: nn.Module, state: dict[str, Tensor], path: Path) -> None
     if missing or surplus or other:
         kinds = {"missing": missing, "unknown": surplus, "of another shape": other}
         said = [f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds.items() if names]
-        raise LabError(f"{path} has the weights of another model: {', '.join(said)} of {len(own)} names. "
+        raise LabError(f"{source} has the weights of another model: {', '.join(said)} of {len(own)} names. "
                        "Give the model, its options and its norm as they were trained.")  # fmt: skip
     model.load_state_dict(state)
 

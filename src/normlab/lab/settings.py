@@ -75,7 +75,10 @@ class Settings:
         "last", "last", "test", help="weights kept: of the last epoch, or of the best on the test set"
     )
     channels_last: bool = _other(False, help="memory layout of images and weights")
-    capture: bool = _other(True, help="on CUDA, replay the training step as a graph")
+    sync_norm: bool = _other(
+        False, help="under torchrun, batch statistics over all processes; otherwise each has its own"
+    )
+    capture: bool = _other(True, help="on CUDA in one process, replay the training step as a graph")
     train_size: int = _number(0, 0, help="training images used, classes in proportion")
     test_size: int = _number(0, 0, help="test images used, classes in proportion")
     size: int = _number(0, 0, help="side that images are resized to, by nearest neighbour")
@@ -149,6 +152,8 @@ class Settings:
     def digest(self) -> str:
         """Eight hexadecimal digits of everything that changes the result."""
         values = {k: v for k, v in self.values().items() if k not in self.NEUTRAL}
+        if not self.sync_norm:  # folders from before there was the choice
+            del values["sync_norm"]
         return digest_of(json.dumps(values, sort_keys=True))
 
     @property

@@ -29,6 +29,7 @@ from .loop import Watcher, arithmetic, fit, load_weights
 from .results import Results, Row, Run, plain, read_results, read_run
 from .settings import Settings
 from .store import append_line, load_checkpoint, locked, read_lines, write_atomic
+from .torchrun import led, together
 
 if TYPE_CHECKING:
     from .data import Data
@@ -99,7 +100,7 @@ def run_study(
                 watch.run(settings, done_epochs=settings.epochs)
             else:
                 left.append((settings, open_))
-        if place.type == "cpu" and len(grid) > 1:
+        if place.type == "cpu" and len(grid) > 1 and led().world == 1:
             _run_on_cores(study, left, watch, root, tensorboard)
         else:
             for settings, open_ in left:
@@ -206,7 +207,9 @@ def load_data(settings: Settings, *, root: str | Path | None = None, download: b
 
 
 def pick_device(name: torch.device | str | None = None) -> torch.device:
-    """The device of that name; without one, CUDA where there is a GPU."""
+    """The device of that name; without one, CUDA where there is a GPU. Under torchrun, this process's own."""
+    if led().world > 1:
+        return led().place(name)
     if name is None or str(name) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -236,7 +239,10 @@ def trained(
     _check_home(settings, home)
     write_atomic(home / "settings.toml", settings.to_toml())
     model = build_model(settings, data)
-    fit(model, data, settings, folder=home, progress=watch, device=device, tensorboard=tensorboard)
+    with together(settings, data, device) as ranks:
+        fit(
+            model, data, settings, folder=home, progress=watch, device=device, tensorboard=tensorboard, ranks=ranks
+        )  # fmt: skip
     return model
 
 
@@ -275,17 +281,20 @@ def _checked_data(grid: Sequence[Settings], **options: Any) -> dict[tuple[Any, .
     from .recipes import recipe
 
     for settings in grid:
+        led().check(settings)
         parse_norm(settings.norm)  # quick, and before data are looked for
         recipe(settings.recipe)
     for settings in grid:
         key = _data_key(settings)
         if key not in data:
             data[key] = load_data(settings, **options)
-        made_of = ("model", "norm", "depth", "width", "options", "recipe")
+        made_of = ("model", "norm", "depth", "width", "options", "recipe", "sync_norm")
         network = (key, *(getattr(settings, name) for name in made_of))
         if network not in built:
             built.add(network)
-            recipe(settings.recipe).check(build_model(settings, data[key]))
+            model = build_model(settings, data[key])
+            recipe(settings.recipe).check(model)
+            led().check(settings, model)
     return data
 
 

@@ -134,6 +134,7 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
     """Train and measure every cell that is not there yet."""
     from ..evaluate import parse as parse_measurement
     from ..study import read_run, train
+    from ..torchrun import led
 
     wanted = {name: parse(name, text) for name, text in _checked(ctx.only).items()}
     measure = tuple(dict.fromkeys(c.measurement for c in grid.columns if not c.data))
@@ -143,7 +144,7 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
     asked = [(case, grid.settings(case, seed)) for seed in seeds for case in grid.cases]
     chosen = [s for _, s in asked if all(getattr(s, name) == value for name, value in wanted.items())]
     todo = {s for s in chosen if not _finished(ctx.folder / "runs" / s.name, s, names)}
-    if ctx.place.startswith("cuda"):
+    if ctx.place.startswith("cuda") and led().world == 1:  # under torchrun all processes share a cell
         _train_groups(ctx, [s for s in chosen if s in todo], data)
     for case, settings in asked:
         home = ctx.folder / "runs" / settings.name

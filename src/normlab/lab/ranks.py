@@ -1,0 +1,276 @@
+"""Several processes, one training: what the loop asks of the others, who each have a device of their own.
+
+A batch is shared: each process (a rank) takes its part of the rows, weighs its loss by their number, and gradients are
+summed. So a step is the step that one process makes with the whole batch, up to rounding, wherever samples do not
+depend on each other; batch statistics are each rank's own unless they are synchronized.
+
+Gradients are summed here, after backward, and not by ``DistributedDataParallel``: a step may run the model several
+times, leave the parameters of another branch out, and differentiate through the model inside of an attack, each of
+which its hooks forbid or have to be told of.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..layers import Norm
+from ..sync import sync, unsync
+from .errors import LabError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .settings import Settings
+
+__all__ = ["ALONE", "Ranks", "Share", "joined", "started_by_torchrun"]
+
+T = TypeVar("T")
+# Others wait while the first measures or loads, however long that takes. A rank that ends breaks the connection.
+_PATIENCE = timedelta(days=30)
+
+
+class Share(NamedTuple):
+    """Rows ``start`` to ``stop`` of a batch of ``whole`` rows; ``images`` of them count."""
+
+    start: int
+    stop: int
+    whole: int
+    images: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share a training; by default it is alone, and nothing is exchanged."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0  # among those of this machine
+    waiting: ProcessGroup | None = None  # gloo, for what is waited for on the host
+
+    @property
+    def mark(self) -> tuple[int, ...]:
+        """For seeds of draws that must differ between ranks; the first has those of a process alone."""
+        return (self.rank,) if self.rank else ()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes, prints and measures."""
+        return self.rank == 0
+
+    # Parts of a batch
+
+    def share(self, rows: int, *, least: int = 1, lend: bool = True) -> Share:
+        """This rank's rows of a batch, as many as the others' or one more or less.
+
+        Of a small batch, fewer ranks take part, so that each has ``least`` rows. The others are lent the first one's,
+        which do not count: they stay in step, draw what is drawn, and no layer sees an empty batch.
+        ``lend=False`` leaves them empty, as synchronized statistics need it.
+
+        >>> [Ranks(r, 3).share(8)[:2] for r in range(3)]
+        [(0, 2), (2, 5), (5, 8)]
+        >>> [Ranks(r, 3).share(5, least=2) for r in (1, 2)]
+        [Share(start=2, stop=5, whole=5, images=3), Share(start=0, stop=2, whole=5, images=0)]
+        """
+        taking = max(1, min(self.world, rows // least))
+        counts = self.rank < taking
+        at = self.rank if counts else 0
+        start, stop = rows * at // taking, rows * (at + 1) // taking
+        if not counts and not lend:
+            stop = start
+        return Share(start, stop, rows, stop - start if counts else 0)
+
+    def check(self, settings: Settings, model: nn.Module | None = None) -> bool:
+        """Say what cannot be shared; True if the statistics of ``model`` are to be synchronized.
+
+        Torch's batch norm layers have become normlab's then, as :func:`normlab.sync` has them.
+        """
+        if self.world == 1:
+            return False
+        part = -(-settings.batch_size // settings.accumulate)
+        if part < self.world:
+            cut = f" in {settings.accumulate} parts" if settings.accumulate > 1 else ""
+            images = f"{part} image" if part == 1 else f"{part} images"
+            raise LabError(f"batch_size = {settings.batch_size}{cut} is {images} for {self.world} processes; start "
+                           "fewer, or take a larger batch_size.")  # fmt: skip
+        if model is None or not settings.sync_norm or not any(map(_over_batch, model.modules())):
+            return False
+        try:
+            sync(model)
+        except ValueError as error:
+            raise LabError(f"sync_norm = true: {error}.") from None
+        unsync(model)
+        return True
+
+    @contextmanager
+    def synced(self, model: nn.Module, on: bool) -> Iterator[None]:
+        """Statistics over all ranks inside, where ``on``; outside one rank can run the model without the others."""
+        if not on:
+            yield
+            return
+        sync(model)
+        try:
+            yield
+        finally:
+            unsync(model)
+
+    # What is exchanged
+
+    def sum(self, values: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of the whole batch, by one exchange for each dtype.
+
+        A parameter that a step does not reach (the other branch's) has no gradient on any rank, and keeps none.
+        """
+        if self.world == 1:
+            return
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        for p in parameters:
+            by_type.setdefault(p.dtype, []).append(p)
+        for same in by_type.values():
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+            flat = self.sum(torch.cat([g.reshape(-1) for g in own]))
+            for g, total in zip(own, flat.split([g.numel() for g in own]), strict=True):
+                g.copy_(total.view(g.shape))
+
+    @torch.no_grad()
+    def average_statistics(self, model: nn.Module) -> None:
+        """Running statistics: their mean over the ranks, as for ghost batches on one device; counters: the first's.
+
+        A variance that includes the drift of its mean includes that between ranks.
+        """
+        if self.world == 1:
+            return
+        buffers = {id(b): b for b in model.buffers()}
+        exact = {i: b.double() for i, b in buffers.items() if b.is_floating_point()}  # equal ones stay equal
+        total = [
+            (id(mean), id(var)) for m in model.modules() if isinstance(m, Norm) for mean, var in _total(m)
+        ]
+        for mean, var in total:
+            exact[var] = exact[var] + exact[mean].square()
+        if exact:
+            flat = self.sum(torch.cat([t.reshape(-1) for t in exact.values()])) / self.world
+            parts = flat.split([t.numel() for t in exact.values()])
+            exact = {i: part.view(t.shape) for (i, t), part in zip(exact.items(), parts, strict=True)}
+        for mean, var in total:
+            exact[var] = (exact[var] - exact[mean].square()).clamp_min(0)
+        for i, b in buffers.items():
+            if i in exact:
+                b.copy_(exact[i])
+            else:
+                dist.broadcast(b, 0)
+
+    def check_weights(self, model: nn.Module) -> None:
+        """Weights that came apart would be several trainings with each other's gradients."""
+        if self.world == 1:
+            return
+        with torch.no_grad():
+            weights = list(model.parameters())
+            sums = torch.stack([p.sum(dtype=torch.float64) for p in weights]).nan_to_num()
+            sizes = torch.stack([p.abs().sum(dtype=torch.float64) for p in weights]).nan_to_num()
+            ends = torch.stack([sums, -sums])
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+        apart = ends.sum(0)  # the greatest less the smallest
+        if bool((apart > 1e-6 * sizes + 1e-12).any()):
+            raise LabError("the ranks' weights have come apart. A step must reach the same parameters on every rank, "
+                           "and change weights by nothing but its loss.")  # fmt: skip
+
+    def given(self, make: Callable[[], T]) -> T:
+        """What the first rank makes, on every rank; the others wait for it on the host."""
+        if self.world == 1:
+            return make()
+        box: list[Any] = [make() if self.first else None]
+        dist.broadcast_object_list(box, 0, group=self.waiting)
+        return box[0]
+
+    def spread(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """The first rank's tensors on every rank; no file has to be where the others are."""
+        about = self.given(lambda: {name: (t.shape, t.dtype) for name, t in tensors.items()})
+        found: dict[str, Tensor] = {}
+        for name, (shape, dtype) in about.items():
+            mine = tensors[name].to(device) if self.first else torch.empty(shape, dtype=dtype, device=device)
+            found[name] = mine.contiguous()
+            dist.broadcast(found[name], 0)
+        return found
+
+    # Where it computes
+
+    def place(self, name: torch.device | str | None = None) -> torch.device:
+        """This rank's device: the CPU, or a GPU of its own."""
+        kind = "auto" if name is None else str(name)
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if kind not in ("cpu", "cuda"):
+            raise LabError(f"every process of torchrun has its own device, so --device is cpu or cuda; got {kind!r}. "
+                           "CUDA_VISIBLE_DEVICES chooses among GPUs.")  # fmt: skip
+        number = torch.cuda.device_count()
+        if kind == "cuda" and self.local >= number:
+            raise LabError(f"process {self.local} of this machine, counted from 0, has no GPU of its own: there are "
+                           f"{number}. Start one process for each, or give --device cpu.")  # fmt: skip
+        return torch.device("cpu") if kind == "cpu" else torch.device("cuda", self.local)
+
+
+ALONE = Ranks()
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that torchrun started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The processes that torchrun started, for a script of your own; elsewhere this one, alone.
+
+    ::
+
+        with joined() as ranks:
+            fit(model, data, settings, device=ranks.place(), ranks=ranks)
+
+    A default process group that is there already is used, and left. After an error nothing is taken down: others may
+    be waiting in an exchange, and taking down would wait for them.
+    """
+    theirs = dist.is_available() and dist.is_initialized()
+    if not theirs and not started_by_torchrun():
+        yield ALONE
+        return
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not theirs:
+        gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        if local < gpus:
+            torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    waiting: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    yield Ranks(dist.get_rank(), dist.get_world_size(), local, waiting)
+    if not theirs:
+        dist.destroy_process_group()
+
+
+def _over_batch(module: nn.Module) -> bool:
+    if isinstance(module, Norm):
+        return any(pool.over_batch for pool in module.statistics.pools)
+    return isinstance(module, _BatchNorm)
+
+
+def _total(layer: Norm) -> list[tuple[Tensor, Tensor]]:
+    """Running means and variances where the variance is that of everything seen."""
+    pairs = zip(layer._buffers_of, layer._tracks, strict=True)
+    return [
+        (layer.get_buffer(names[0]), layer.get_buffer(names[1]))
+        for names, track in pairs
+        if names is not None and track is not None and track.how == "total"
+    ]

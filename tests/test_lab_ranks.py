@@ -1,0 +1,386 @@
+"""Several processes train what one trains: the loop among ranks, and commands under torchrun.
+
+Starting processes costs seconds, so two ranks run every case once and store what they saw; the tests compare that with
+one process.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+from torch.testing import assert_close
+
+from normlab.lab import Data, Images, LabError, Settings, build, fit, train
+from normlab.lab import loop as loop_module
+from normlab.lab.ranks import ALONE, Ranks, joined
+from normlab.lab.recipes import Phase
+from normlab.lab.recipes.classify import Classify
+from normlab.lab.torchrun import lead
+
+BASE = Settings(model="mlp", norm="layer", depth=2, width=8, epochs=3, batch_size=8, lr=0.05)
+PGD = "eps=0.1, units=pixels, steps=2, norm=l2"
+
+# What two ranks train as one process does. 44 images are five batches of 8 and one of 4.
+EQUAL: dict[str, dict[str, Any]] = {
+    "no norm": {"norm": "none", "clip": 0.05, "label_smoothing": 0.1},
+    "layer norm in parts": {"accumulate": 3, "optimizer": "adamw", "warmup": 1},  # parts of 3, 3, 2 images
+    "group norm, averaged weights": {"model": "small", "norm": "group(4)", "depth": 0, "ema": 0.9, "best": "test"},
+    "batch": {"norm": "batch", "sync_norm": True},
+    "batch, averaged weights": {"norm": "batch", "sync_norm": True, "ema": 0.9},
+    "torch's batch norm": {"norm": "torch", "sync_norm": True},
+    "switchable": {"norm": "switchable", "sync_norm": True, "clip": 0.1},
+    "batch group norm in parts": {"norm": "batch_group(4)", "sync_norm": True, "accumulate": 2},
+    "nothing to synchronize": {"sync_norm": True},
+    "mixed labels": {"recipe": "augmented(mixup)", "norm": "batch", "sync_norm": True},
+    "streams": {"recipe": "streams(main=standard, aux=gaussian(std=0.1))", "norm": "auxiliary", "sync_norm": True},
+    "streams in one forward pass": {
+        "recipe": "streams(main=standard, aux=gaussian(std=0.1), forward=one)",
+        "norm": "sandwich_auxiliary",
+        "sync_norm": True,
+    },
+    "streams through one norm": {
+        "recipe": "streams(main=standard, aux=gaussian(std=0.1), separated=false, forward=one)",
+        "norm": "batch",
+        "sync_norm": True,
+    },
+    "streams, attacked while training": {
+        "recipe": f"streams(main=standard, aux=pgd({PGD}, mode=train, update=true))",
+        "norm": "auxiliary",
+        "sync_norm": True,
+    },
+    "adversarial": {"recipe": f"adversarial({PGD})", "norm": "none"},
+    "adversarial, batch": {"recipe": f"adversarial({PGD})", "norm": "batch", "sync_norm": True},
+}  # fmt: skip
+
+# Without sync_norm a rank is what a ghost batch is on one device.
+GHOSTS = {
+    "batch": ("batch", "batch(ghost=4)"),
+    "switchable": ("switchable(moving_average=False)", "switchable(ghost=4, moving_average=False)"),
+    "auxiliary": ("auxiliary", "auxiliary(ghost=4)"),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the ranks have; for networks of this size more only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def data(n=44, side=4):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (n + 20, 2, side, side), generator=g, dtype=torch.uint8)
+    y = x.float().mean((1, 2, 3)).argsort().argsort() * 3 // (n + 20)
+    train, test = Images(x[:n], y[:n]), Images(x[n:], y[n:])
+    return Data("tiny", train, test, ("a", "b", "c"), (0.5, 0.5), (0.25, 0.25), flip=True, crop=1)
+
+
+def trained(settings, images=None, ranks=ALONE, **more):
+    images = images or data(side=8 if settings.model == "small" else 4)
+    model = build(settings.model, images, settings.norm, seed=settings.seed, **settings.model_options())
+    if not ranks.first:  # all begin with the first one's weights
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+    history = fit(model, images, settings, ranks=ranks, **more)
+    return {"epochs": history.epochs, "best": history.best, "state": model.state_dict()}
+
+
+def small_batches(sync):
+    """The last batch is of 3 images, in parts of 2 and 1: a rank has nothing."""
+    settings = replace(BASE, model="small", depth=0, norm="batch" if sync else "group(4)", sync_norm=sync)
+    return replace(settings, batch_size=8, accumulate=2), data(43, side=8)
+
+
+def streams_of(settings, norm):
+    recipe = "streams(main=standard, aux=gaussian(std=0.1))" if norm.startswith("auxiliary") else "classify"
+    return replace(settings, norm=norm, recipe=recipe)
+
+
+class Stop(contextlib.AbstractContextManager):
+    """Every rank is interrupted in the second epoch."""
+
+    def __enter__(self):
+        self.epoch = loop_module._Trainer.epoch
+
+        def stopping(trainer: Any, epoch: int) -> Any:
+            if epoch == 1:
+                raise KeyboardInterrupt
+            return self.epoch(trainer, epoch)
+
+        loop_module._Trainer.epoch = stopping  # type: ignore[assignment]
+
+    def __exit__(self, kind, *_):
+        loop_module._Trainer.epoch = self.epoch
+        return kind is KeyboardInterrupt
+
+
+class TwoPhases(Classify):
+    def phases(self, model, ctx):
+        body, head = list(model.parameters())[:-2], list(model.parameters())[-2:]
+        return [Phase("body", body, self.step), Phase("head", head, self.step)]
+
+
+class Apart(Classify):
+    """A recipe that does not keep to the rules."""
+
+    def step(self, model, batch, ctx):
+        with torch.no_grad():
+            next(model.parameters()).add_(dist.get_rank() if dist.is_initialized() else 0)
+        return super().step(model, batch, ctx)
+
+
+def resumed(folder: Path, ranks: Ranks):
+    return trained(replace(BASE, best="test", ema=0.9, optimizer="adam"), folder=folder, ranks=ranks)
+
+
+def error_of(call) -> str:
+    try:
+        call()
+    except LabError as error:
+        return str(error)
+    return "none"
+
+
+def work(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )  # fmt: skip
+    home = Path(folder)
+    seen: dict[Any, Any] = {}
+    with joined() as ranks:
+        for name, changes in EQUAL.items():
+            seen[name] = trained(replace(BASE, **changes), ranks=ranks)
+        for name, (norm, _) in GHOSTS.items():
+            seen["ghosts", name] = trained(streams_of(BASE, norm), data(40), ranks=ranks)
+        for sync in (True, False):
+            seen["small", sync] = trained(*small_batches(sync), ranks=ranks)
+        seen["phases"] = trained(BASE, ranks=ranks, recipe=TwoPhases())
+        own = home / f"disk{rank}"  # as on machines that share no disk
+        seen["one to two"] = resumed(home / "one" if rank == 0 else own, ranks)
+        with Stop():
+            resumed(home / "two" if rank == 0 else own, ranks)
+        assert not own.exists()
+        seen["apart"] = error_of(lambda: trained(BASE, ranks=ranks, recipe=Apart()))
+        seen["too small"] = error_of(lambda: trained(replace(BASE, batch_size=1), ranks=ranks))
+        seen["ghost"] = error_of(
+            lambda: trained(replace(BASE, norm="batch(ghost=2)", sync_norm=True), ranks=ranks)
+        )
+        seen["led"] = lead(ranks, lambda: "the command's")
+    torch.save(seen, home / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_ranks(folder: Path) -> None:
+    with Stop():
+        resumed(folder / "one", ALONE)
+    processes = spawn(work, (2, str(folder)), nprocs=2, join=False)
+    assert processes is not None
+    deadline = time.monotonic() + 120
+    while not processes.join(1):
+        if time.monotonic() > deadline:
+            for identifier in processes.pids():
+                os.kill(identifier, signal.SIGKILL)
+            pytest.fail("the processes wait for each other")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> list[dict[Any, Any]]:
+    """What each of two processes saw. Workers of pytest-xdist share it: the first to come runs the processes."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    folder, done = shared / "lab-ranks", shared / "lab-ranks" / "done"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        deadline = time.monotonic() + 150
+        while not done.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+    else:
+        try:
+            run_ranks(folder)
+        finally:
+            done.touch()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) | {"folder": folder} for rank in range(2)]
+
+
+def compare(seen, one, *, batches=True):
+    """The numbers of the log, and every weight and statistic, on each rank."""
+    for rank in seen:
+        assert rank["best"] == one["best"]
+        assert rank["epochs"] == seen[0]["epochs"]
+        for mine, expected in zip(rank["epochs"], one["epochs"], strict=True):
+            assert mine.keys() - expected.keys() == {"ranks"}
+            names = [k for k, v in expected.items() if isinstance(v, float) and k != "seconds"]
+            assert {"loss", "train_accuracy", "accuracy"} <= set(names) or "body_loss" in names
+            for k in names:
+                assert mine[k] == pytest.approx(expected[k], rel=2e-4, abs=2e-5), k
+        assert rank["state"].keys() == one["state"].keys()
+        for k, expected in one["state"].items():
+            assert torch.equal(rank["state"][k], seen[0]["state"][k]), k
+            if batches or "num_batches" not in k:
+                assert_close(rank["state"][k], expected, rtol=2e-4, atol=2e-5, msg=lambda m, k=k: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_ranks_train_as_one_process_does(two, name):
+    settings = replace(BASE, **EQUAL[name])
+    compare([seen[name] for seen in two], trained(settings))
+
+
+@pytest.mark.parametrize("name", GHOSTS)
+def test_ranks_on_their_own_are_ghost_batches(two, name):
+    ghosts = trained(streams_of(BASE, GHOSTS[name][1]), data(40))
+    compare([seen["ghosts", name] for seen in two], ghosts)
+    whole = trained(streams_of(BASE, GHOSTS[name][0]), data(40))
+    assert whole["epochs"][-1]["loss"] != pytest.approx(ghosts["epochs"][-1]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["synchronized", "each its own"])
+def test_a_rank_without_an_image_changes_nothing(two, sync):
+    compare([seen["small", sync] for seen in two], trained(*small_batches(sync)))
+
+
+def test_every_phase_sums_its_own_gradients(two):
+    compare([seen["phases"] for seen in two], trained(BASE, recipe=TwoPhases()))
+
+
+def test_a_run_is_taken_up_by_any_number_of_ranks(two, tmp_path):
+    one = resumed(tmp_path, ALONE)
+    compare([seen["one to two"] | {"epochs": seen["one to two"]["epochs"][1:]} for seen in two],
+            one | {"epochs": one["epochs"][1:]})  # fmt: skip
+    folder = two[0]["folder"]
+    assert [line.get("ranks") for line in lines(folder / "one" / "log.jsonl")] == [None, 2, 2]
+    two_to_one = resumed(folder / "two", ALONE)
+    assert [line.get("ranks") for line in lines(folder / "two" / "log.jsonl")] == [2, None, None]
+    for k, expected in one["state"].items():
+        assert_close(two_to_one["state"][k], expected, rtol=2e-4, atol=2e-5)
+
+
+def test_what_cannot_be_shared_is_said(two):
+    for seen in two:
+        assert "have come apart" in seen["apart"]
+        assert "batch_size = 1 is 1 image for 2 processes" in seen["too small"]
+        assert "sync_norm = true: BatchNorm1d takes statistics of a few samples" in seen["ghost"]
+    assert [seen["led"] for seen in two] == ["the command's", None]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("lend", [True, False])
+def test_shares_cover_a_batch_once(world, lend):
+    for rows in range(1, 40):
+        for least in (1, 2):
+            shares = [Ranks(rank, world).share(rows, least=least, lend=lend) for rank in range(world)]
+            counted = [i for s in shares if s.images for i in range(s.start, s.stop)]
+            assert counted == list(range(rows))
+            assert all(s.images in (0, s.stop - s.start) and s.whole == rows for s in shares)
+            assert min(s.images for s in shares if s.images) >= min(least, rows)
+            assert all(bool(s.stop - s.start) for s in shares) or not lend
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def torchrun(*arguments, program=("-m", "normlab.lab")):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    return subprocess.run(
+        [*command, *program, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment
+    )  # fmt: skip
+
+
+TINY = ("--data", "digits", "--train-size", "200", "--test-size", "100", "--epochs", "1", "--device", "cpu")
+
+
+def test_a_study_under_torchrun(tmp_path):
+    """Each run once, by both processes; the numbers of one process; everything printed once."""
+    asked = ("compare", *TINY, "--norms", "batch,layer", "--seeds", "1", "--measure", "clean,noise", "--sync-norm",
+             "true")  # fmt: skip
+    done = torchrun(*asked, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("report.html") == 1 and done.stderr.count("batch, seed 0: 1 epochs") == 1
+    found = lines(tmp_path / "two" / "results.jsonl")
+    assert len(found) == 4 == len({(r["run"], r["measurement"]) for r in found})
+    for record in found:
+        settings = Settings.from_values(record["settings"])
+        one = train(settings, tmp_path / settings.norm, measure=["clean", "noise"], device="cpu")
+        (expected,) = (r for r in one.records if r["measurement"] == record["measurement"])
+        assert record["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+        (log,) = lines(tmp_path / "two" / "runs" / record["run"] / "log.jsonl")
+        assert log["ranks"] == 2 and log["loss"] == pytest.approx(one.history[0]["loss"], rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize(
+    "more",
+    [("--recipe", "classify"), ("--recipe", f"adversarial({PGD}, mode=train)")],
+    ids=["plain", "attacked"],
+)
+def test_two_gpus_train_as_one_does(tmp_path, more):
+    asked = (*TINY[:-1], "cuda", "--epochs", "2", "--sync-norm", "true", "--precision", "float32", *more)
+    done = torchrun("train", *asked, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    settings = Settings.read(tmp_path / "two" / "settings.toml")
+    one = train(settings, tmp_path / "one", device="cuda")
+    for mine, expected in zip(lines(tmp_path / "two" / "log.jsonl"), one.history, strict=True):
+        assert mine["ranks"] == 2 and mine["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+
+
+def once(done, sentence):
+    """Said once, by one process, without a traceback of ours; torchrun has its own report below."""
+    assert done.returncode != 0
+    assert done.stderr.count("normlab: ") == 1 and len(re.findall(sentence, done.stderr)) == 1, done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert "lab/loop.py" not in done.stderr and "lab/ranks.py" not in done.stderr
+
+
+def test_bad_input_is_said_once(tmp_path):
+    once(torchrun("train", *TINY, "--out", tmp_path / "a", "--norm", "bach"), "did you mean 'batch'")
+    assert not (tmp_path / "a").exists()
+
+
+FAILS = """
+import os
+from normlab.lab import cli, loop
+from normlab.lab.errors import LabError
+
+step = loop._Trainer._step
+def failing(trainer, batch):
+    if os.environ["RANK"] == "1":
+        raise LabError("something only this process can know.")
+    step(trainer, batch)
+
+loop._Trainer._step = failing
+cli.main()
+"""
+
+
+def test_a_rank_that_fails_ends_all(tmp_path):
+    program = tmp_path / "fails.py"
+    program.write_text(FAILS)
+    once(torchrun("train", *TINY, "--out", tmp_path / "a", program=(program,)), "only this process can know")
