@@ -3,6 +3,9 @@
 Triton kernels on CUDA tensors when Triton is there, torch operators otherwise. ``NORMLAB_BACKEND=torch`` or ``triton``
 and :func:`backend` force either. ``triton`` on the CPU needs Triton's interpreter (``TRITON_INTERPRET=1``), which is
 how tests reach the kernels without a GPU.
+
+Also which host launches the kernels: Python, or a C++ extension that is built on first use (:mod:`normlab.host`).
+``NORMLAB_HOST=python`` or ``compiled`` and ``backend(..., host=...)`` force either.
 """
 
 from __future__ import annotations
@@ -23,20 +26,28 @@ from ._text import nearest
 if TYPE_CHECKING:
     from .engine import Rows
 
-__all__ = ["backend", "kernels_serve"]
+__all__ = ["backend", "chosen_host", "kernels_serve"]
 
 _NAMES = ("auto", "torch", "triton")
+_HOSTS = ("auto", "python", "compiled")
 _chosen: ContextVar[str | None] = ContextVar("normlab_backend", default=None)
+_host: ContextVar[str | None] = ContextVar("normlab_host", default=None)
 
 
 @contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Within it, run on ``"torch"`` operators or ``"triton"`` kernels, or choose by device (``"auto"``)."""
+def backend(name: str, *, host: str | None = None) -> Iterator[None]:
+    """Within it, run on ``"torch"`` operators or ``"triton"`` kernels, or choose by device (``"auto"``).
+
+    ``host`` says what launches the kernels: ``"python"``, ``"compiled"`` (built now if need be; an error where it
+    cannot be), or ``"auto"``: compiled on CUDA as soon as it is built.
+    """
     token = _chosen.set(_known(name))
+    token_of_host = _host.set(_host.get() if host is None else _known_host(host))
     try:
         yield
     finally:
         _chosen.reset(token)
+        _host.reset(token_of_host)
 
 
 def _known(name: str) -> str:
@@ -49,6 +60,12 @@ def _known(name: str) -> str:
     return name
 
 
+def _known_host(name: str) -> str:
+    if name not in _HOSTS:
+        raise ValueError(f"there is no host path {name!r}; {nearest(name, _HOSTS)}")
+    return name
+
+
 @lru_cache(maxsize=1)
 def _has_triton() -> bool:
     return find_spec("triton") is not None
@@ -57,6 +74,16 @@ def _has_triton() -> bool:
 @lru_cache(maxsize=1)
 def _from_environment() -> str:
     return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
+
+
+@lru_cache(maxsize=1)
+def _host_from_environment() -> str:
+    return _known_host(os.environ.get("NORMLAB_HOST", "auto"))
+
+
+def chosen_host() -> str:
+    """Which host path is asked for."""
+    return _host.get() or _host_from_environment()
 
 
 def kernels_serve(x: Tensor, rows: Rows | None = None) -> bool:

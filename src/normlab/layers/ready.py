@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import running
+from .. import host, running
 from ..activation import ACTIVATIONS, LEAK
 from ..engine import Coefficients, Moments, Rule
 from ..fused import (
@@ -70,7 +70,7 @@ class Ready:
             self.segment is not None, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
             self.renorm is not None, update, False, 0, 0, False,
         )  # fmt: skip
-        self._kinds: dict[Any, Prepared] = {}
+        self._kinds: dict[Any, tuple[Prepared, Any]] = {}
         self.native = _torch_is_quicker(self.kind)
 
     def __call__(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Tensor:
@@ -78,13 +78,12 @@ class Ready:
             w = affine.weight
             if w is None or w.dtype in (torch.float32, x.dtype):
                 return self._batch_norm(layer, x, affine)
-        key = (affine.weight is not None, affine.second, layer.act, residual is not None)
-        prepared = self._kinds.get(key)
-        if prepared is None:
-            shared, second, act, beside = key
-            prepared = self._kinds[key] = _prepared(
-                self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
-            )
+        library = host.library(self.kind.shape.device)
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = self._of_kind(key, library)
+        prepared, entry = found
         mean = var = batches = None
         if self.reads_running:
             assert self.names is not None
@@ -101,12 +100,30 @@ class Ready:
                 at_mean, at_var, count = (running.snapshot(t) for t in kept)
                 layer._read = ([(at_mean.unsqueeze(0), at_var.unsqueeze(0))], count)
         share = layer.momentum if self.update else None
-        numbers = (0.0 if share is None else share, layer.eps, *self.bounds)
-        given = Given(self.segment, mean, var, batches, numbers, self.branch)
+        share, eps = 0.0 if share is None else float(share), float(layer.eps)
         logits: tuple[Any, ...] = ()
         if self.kind.logits > 1:
             logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
-        return run(dense(x)[0], prepared, given, self.rule, self.rows, affine, logits, residual)
+        if entry is not None:
+            weight, bias, weight2, bias2, label = affine
+            mean_logits, var_logits = logits or (None, None)
+            y = entry(
+                x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, self.segment, label,
+                mean, var, batches, share, eps,
+            )  # fmt: skip
+            if y is not None:
+                return y
+        given = Given(self.segment, mean, var, batches, (share, eps, *self.bounds), self.branch)
+        return run(dense(x)[0], prepared, given, self.rule, self.rows, affine, logits, residual, entry=entry)
+
+    def _of_kind(self, key: tuple[Any, ...], library: Any) -> tuple[Prepared, Any]:
+        """The kernels of calls that agree in ``key`` too, and what serves them in the compiled host path."""
+        shared, second, act, beside, _ = key
+        kind = self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
+        entry = None
+        if library is not None:
+            entry = library.Entry(self.branch, kind.shape.last, self.bounds, (self.rule, self.rows))
+        return _prepared(kind), entry
 
     def _batch_norm(self, layer: Norm, x: Tensor, affine: Affine) -> Tensor:
         """By torch's own operator."""
