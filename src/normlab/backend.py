@@ -26,12 +26,12 @@ from ._text import nearest
 if TYPE_CHECKING:
     from .engine import Rows
 
-__all__ = ["backend", "chosen_host", "kernels_serve"]
+__all__ = ["backend", "chosen", "chosen_host", "kernels_serve"]
 
 _NAMES = ("auto", "torch", "triton")
 _HOSTS = ("auto", "python", "compiled")
-_chosen: ContextVar[str | None] = ContextVar("normlab_backend", default=None)
-_host: ContextVar[str | None] = ContextVar("normlab_host", default=None)
+# Back end and host, where a scope has chosen them.
+_chosen: ContextVar[tuple[str, str | None] | None] = ContextVar("normlab_backend", default=None)
 
 
 @contextmanager
@@ -41,13 +41,14 @@ def backend(name: str, *, host: str | None = None) -> Iterator[None]:
     ``host`` says what launches the kernels: ``"python"``, ``"compiled"`` (built now if need be; an error where it
     cannot be), or ``"auto"``: compiled on CUDA as soon as it is built.
     """
-    token = _chosen.set(_known(name))
-    token_of_host = _host.set(_host.get() if host is None else _known_host(host))
+    outer = _chosen.get()
+    if host is None:
+        host = None if outer is None else outer[1]
+    token = _chosen.set((_known(name), None if host is None else _known_host(host)))
     try:
         yield
     finally:
         _chosen.reset(token)
-        _host.reset(token_of_host)
 
 
 def _known(name: str) -> str:
@@ -81,16 +82,21 @@ def _host_from_environment() -> str:
     return _known_host(os.environ.get("NORMLAB_HOST", "auto"))
 
 
+chosen = _chosen.get  # what a scope has chosen, to tell calls in different scopes apart
+
+
 def chosen_host() -> str:
     """Which host path is asked for."""
-    return _host.get() or _host_from_environment()
+    scope = _chosen.get()
+    return _host_from_environment() if scope is None or scope[1] is None else scope[1]
 
 
 def kernels_serve(x: Tensor, rows: Rows | None = None) -> bool:
     """Whether the Triton kernels take ``x`` (cut into ``rows``); compilers trace the plain expression instead."""
     if torch.compiler.is_compiling():
         return False
-    name = _chosen.get() or _from_environment()
+    scope = _chosen.get()
+    name = _from_environment() if scope is None else scope[0]
     if name == "torch" or (rows is not None and rows.cuts) or x.dtype == torch.float64 or not x.numel():
         return False
     return name == "triton" or (x.is_cuda and _has_triton())

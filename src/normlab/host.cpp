@@ -174,7 +174,8 @@ Driver driver;
 // stream follow each other. A captured graph may be replayed beside anything, so it has its own.
 Tensor counter_of(int device, void* stream, unsigned programs) {
   const auto make = [device] {
-    return at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+    const auto at_device = c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+    return at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(at_device));
   };
   int capturing = 0;
   driver.check(driver.is_capturing(stream, &capturing), "asking whether the stream is being captured");
@@ -491,6 +492,7 @@ bool take(PyObject* const* args, const Entry& entry, Call& into) {
     into.key.types[i] = static_cast<uint8_t>((t.defined() ? t : x).scalar_type());
     if (!t.defined()) continue;
     if (t.device() != device || !(i == Residual ? t.sizes() == x.sizes() : i == X || t.is_contiguous())) return false;
+    if (i == Label && (t.dim() != 1 || t.size(0) != x.size(0))) return false;
     if (!cuda) continue;
     if (i == Residual && !lies_like(t, x, entry.last)) continue;  // it is copied, and the copy is aligned
     uint64_t address = reinterpret_cast<uint64_t>(t.const_data_ptr());
@@ -502,10 +504,11 @@ bool take(PyObject* const* args, const Entry& entry, Call& into) {
 }
 
 // Whether nothing around this call changes what it means: a transform of torch.func, forward-mode differentiation, a
-// mode that wants to see each operator, a backward pass in which checkpointing runs this forward pass again.
+// tracer or a mode that wants to see each operator, a backward pass in which checkpointing runs forward again.
 bool usual() {
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
-  return !included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) && !c10::impl::dispatch_mode_enabled() &&
+  return !included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) &&
+         !included.has(c10::DispatchKey::Tracer) && !c10::impl::dispatch_mode_enabled() &&
          torch::autograd::get_current_graph_task_id() == -1 &&
          torch::autograd::ForwardADLevel::try_get_by_idx(0) == nullptr;
 }
