@@ -332,7 +332,7 @@ class Norm(nn.Module):
         """All that decides how the layer treats ``x``, but for values that are read at each call."""
         policy = self.policy
         return (
-            x.shape, x.dtype, x.device, x.is_contiguous(), self.training, branch, residual is None, self.act,
+            x.shape, x.dtype, x.device, _layout(x), self.training, branch, residual is None, self.act,
             policy.normalize_with, policy.update, policy.guard, self.process_group is None, self.track_running_stats,
             chosen(),
         )  # fmt: skip
@@ -362,7 +362,7 @@ class Norm(nn.Module):
             return None
         policy = self.policy
         key = (
-            x.shape, x.dtype, x.device, x.is_contiguous(), self._uses_batch(), branch, policy.update, policy.guard,
+            x.shape, x.dtype, x.device, _layout(x), self._uses_batch(), branch, policy.update, policy.guard,
             self.momentum is None,
         )  # fmt: skip
         try:
@@ -644,6 +644,11 @@ class Norm(nn.Module):
         if self.policy != Policy():
             parts.append(f"policy={self.policy}")
         return ", ".join(parts)
+
+
+def _layout(x: Tensor) -> bool | tuple[int, ...]:
+    """What tells layouts apart: a tensor that is not contiguous may be channels last, or have gaps."""
+    return x.is_contiguous() or x.stride()
 
 
 def _plans(
