@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import normlab
 from normlab import host, host_build
@@ -327,6 +329,37 @@ def test_what_a_graph_holds_goes_with_it(compiled: None):
     assert gone() is None
 
 
+def test_labels_are_read_at_each_call(compiled: None, monkeypatch: pytest.MonkeyPatch):
+    """Of labels on a GPU the range is not looked at; here the same is pretended of labels on the CPU."""
+    from normlab.layers import base
+
+    monkeypatch.setattr(base, "plain_condition", lambda layer, condition, x: (condition, None))
+    layer, x = normlab.ConditionalBatchNorm2d(4, 5).to(DEVICE), input_of(3, 4, 3, 3).requires_grad_()
+    labels = [torch.tensor(t, device=DEVICE) for t in ([0, 1, 2], [0, 1, 2], [4, 4, 4])]
+    _, y, z = (layer(x, label) for label in labels)
+    assert is_compiled(y) and is_compiled(z) and not torch.equal(y, z)
+    assert not is_compiled(
+        layer(x, labels[0].int())
+    )  # a type that kernels were not compiled for: Python's again
+
+
+def test_parameters_in_pieces_or_elsewhere():
+    x = input_of(3, 4, 3, 3)
+    layer, twin = normlab.BatchNorm2d(4).to(DEVICE), normlab.BatchNorm2d(4).to(DEVICE)
+    layer.weight = nn.Parameter(torch.arange(8.0, device=DEVICE)[::2])
+    twin.weight = nn.Parameter(torch.arange(8.0, device=DEVICE)[::2].contiguous())
+    with normlab.backend("triton", host="compiled"):
+        for _ in range(2):
+            y, z = layer(x), twin(x)
+            assert torch.equal(y, z)
+            y.square().sum().backward()
+            z.square().sum().backward()
+        assert torch.equal(layer.weight.grad, twin.weight.grad)  # type: ignore[arg-type]
+        layer.weight = nn.Parameter(torch.ones(4, device="meta"))
+        with pytest.raises(ValueError, match=f"call layer.to\\('{x.device}'\\)"):
+            layer(x)
+
+
 @pytest.mark.parametrize(
     "change", ["weight", "half", "assign", "momentum", "eps", "act", "training", "shape", "frozen"]
 )
@@ -390,12 +423,12 @@ def test_unusual_calls_are_left_to_python():
         assert is_compiled(y)
         assert_close(layer(x.as_subclass(Mine)).as_subclass(Tensor), y, rtol=1e-5, atol=1e-5)
         assert_close(torch.func.vmap(layer)(x[:, None]).squeeze(1), y, rtol=1e-5, atol=1e-5)
-        _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+        tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
         assert tangent.abs().max() < 1e-4  # no shift passes
         wide = torch.empty(3, 4, 3, 6, device=DEVICE)[..., ::2].copy_(x)
         assert torch.equal(layer(wide), y)
 
-        class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        class Counting(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 return func(*args, **(kwargs or {}))
 
@@ -409,7 +442,7 @@ def test_checkpointing_counts_a_batch_once(reentrant: bool):
     twin = normlab.BatchNorm2d(4).to(DEVICE)
     with normlab.backend("triton", host="compiled"):
         for _ in range(3):
-            torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+            checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
     grad, x.grad = x.grad, None
     for _ in range(3):
         twin(x).square().sum().backward()
@@ -422,13 +455,15 @@ def test_an_error_in_backward_arrives(compiled: None, monkeypatch: pytest.Monkey
     layer(x)
     y = layer(x)
     assert is_compiled(y)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: 1 / 0),
-    ):
+
+    def broken(*_: Any) -> Any:
+        return 1 / 0
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, broken):
         z = layer(x)
     with pytest.raises(ZeroDivisionError):
         z.sum().backward()
-    monkeypatch.setattr(fused, "_again", lambda *_: 1 / 0)
+    monkeypatch.setattr(fused, "_again", broken)
     with pytest.raises(ZeroDivisionError):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 

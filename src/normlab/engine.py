@@ -250,7 +250,8 @@ def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
     if must_trace(x):
         return Moments(*reference.plain_moments(x, rows), size)
     if not (x.requires_grad and torch.is_grad_enabled()):  # spare the host a node
-        return Moments(*_passes(x, rows).moments(x, rows), size)
+        mean, var = _passes(x, rows).moments(x, rows)
+        return Moments(mean, var, size)
     mean, var = _SliceMoments.apply(x, rows)
     return Moments(mean, var, size)
 

@@ -145,7 +145,9 @@ class Given(NamedTuple):
 class Static:
     """Sizes and launches of a kind of call."""
 
-    plan: Any = None  # the same for the compiled host path, once Python has run it
+    plan: Any = (
+        None  # the same for the compiled host path, once Python has run it; False where that cannot be
+    )
 
     def __init__(self, kind: Kind) -> None:
         shape = kind.shape
@@ -335,10 +337,20 @@ def run(
         with torch.cuda.device(x.device):
             return run(x, prepared, given, rule_of, rows, affine, logits, residual, box, entry)
     mean_logits, var_logits = logits if logits else (None, None)
+    of_layer = (affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits)
     return _Normalize.apply(
-        x, residual, affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits,
+        x, residual, *(_for_kernels(t, x) for t in of_layer),
         prepared, given, rule_of, rows, affine.label, box, entry,
     )  # fmt: skip
+
+
+def _for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
+    """``t`` as kernels read it, from an address on."""
+    if t is not None and t.device != x.device:
+        raise ValueError(
+            f"the input is on {x.device} and a parameter of the layer on {t.device}; call layer.to({str(x.device)!r})"
+        )
+    return t if t is None or t.is_contiguous() else t.contiguous()
 
 
 class _Normalize(torch.autograd.Function):
@@ -468,7 +480,8 @@ def _backward(
     places, numbers = addresses(tensors), (given.numbers[1], given.numbers[7])
     for launch in launches:
         launch(tensors, places, numbers)
-    host.learn_launches(static, which, launches, 22, 2)
+    if static.plan:
+        host.learn_launches(static, which, launches, 22, 2)
     d_residual = None
     if kind.residual and needs[1]:
         d_residual = dy if inner is None else inner

@@ -335,7 +335,7 @@ struct NormalizeBackward : Node {
   }
 
   variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     std::array<Tensor, Differentiable> values;
     std::array<bool, Differentiable> needs;
     bool beside_x = false;
@@ -357,7 +357,10 @@ struct NormalizeBackward : Node {
       which = Plan::OfX;
     }
     const auto* launches = plan.launches[which].load(std::memory_order_acquire);
-    if (launches == nullptr || at::GradMode::is_enabled()) return in_python(values, needs, dy);
+    // Held from here on, and the lock is not: what Python runs may come back to this node.
+    const Tensor work = this->work, segment = this->segment, label = this->label;
+    lock.unlock();
+    if (launches == nullptr || at::GradMode::is_enabled()) return in_python(values, needs, dy, work, segment, label);
 
     dy = like(dy, x, plan.last);
     if (plan.device >= 0 && (reinterpret_cast<uint64_t>(dy.const_data_ptr()) & 15) != 0) {
@@ -402,7 +405,8 @@ struct NormalizeBackward : Node {
   }
 
   variable_list in_python(const std::array<Tensor, Differentiable>& values,
-                          const std::array<bool, Differentiable>& needs, const Tensor& dy) const {
+                          const std::array<bool, Differentiable>& needs, const Tensor& dy, const Tensor& work,
+                          const Tensor& segment, const Tensor& label) const {
     const PyGILState_STATE state = PyGILState_Ensure();
     variable_list found;
     try {

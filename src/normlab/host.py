@@ -66,10 +66,14 @@ def build_host() -> Path:
     if (missing := _cannot_build()) is not None:
         raise RuntimeError(f"the compiled host path cannot be built: {missing}")
     _build("wait").wait()
-    path = _folder() / host_build.LIBRARY
+    path, failed = _folder() / host_build.LIBRARY, _folder() / host_build.FAILED
     if not path.exists():
-        said = (_folder() / host_build.FAILED).read_text()
-        raise RuntimeError(f"the compiled host path did not build; the compiler said:\n{said}")
+        said = (
+            f"the compiler said:\n{failed.read_text()}"
+            if failed.exists()
+            else f"nothing was written to {path}"
+        )
+        raise RuntimeError(f"the compiled host path did not build; {said}")
     _state.reset()
     return path
 
@@ -97,6 +101,7 @@ class _State:
 
     def reset(self) -> None:
         self.library: Any = None
+        self.driver = False  # whether the library has found CUDA's
         self.reason: str | None = None  # why there is none
         self.process: subprocess.Popen[bytes] | None = None
         self.next_look = 0.0
@@ -110,12 +115,13 @@ def library(device: int) -> Any:
     chosen = chosen_host()
     if chosen == "python" or (device < 0 and chosen != "compiled"):
         return None
-    if _state.library is not None:
+    if _state.library is not None and (_state.driver or device < 0):
         return _state.library
     if chosen == "compiled":
         path = _folder() / host_build.LIBRARY
-        _load(path if path.exists() else build_host(), device)
         if _state.library is None:
+            _load(path if path.exists() else build_host())
+        if not _usable(device):
             raise RuntimeError(f"the compiled host path cannot be used: {_state.reason}")
         return _state.library
     if _state.reason is not None or time.monotonic() < _state.next_look:
@@ -123,17 +129,27 @@ def library(device: int) -> Any:
     _state.next_look = time.monotonic() + _POLL
     path = _folder() / host_build.LIBRARY
     if path.exists():
-        _load(path, device)
+        _load(path)
     elif (reason := _unusable()) is not None:
         _state.reason = reason
     elif _state.process is None:
         _state.process = _build("background")
-    else:
-        _state.process.poll()
-    return _state.library
+    elif _state.process.poll():
+        _state.reason = f"its build wrote nothing to {path}"
+    return _state.library if _usable(device) else None
 
 
-def _load(path: Path, device: int) -> None:
+def _usable(device: int) -> bool:
+    """Whether the library is loaded, and has found CUDA where it is to launch there."""
+    if _state.library is not None and device >= 0 and not _state.driver:
+        missing = _state.library.open_driver()
+        _state.driver = not missing
+        if missing:
+            _state.library, _state.reason = None, f"{missing} was not found"
+    return _state.library is not None
+
+
+def _load(path: Path) -> None:
     try:
         loader = ExtensionFileLoader("normlab_host", str(path))
         spec = spec_from_loader("normlab_host", loader)
@@ -142,9 +158,6 @@ def _load(path: Path, device: int) -> None:
         loader.exec_module(module)
     except ImportError as error:
         _state.reason = f"{path} does not load: {error}"
-        return
-    if device >= 0 and (missing := module.open_driver()):
-        _state.reason = f"{missing} was not found"
         return
     from .fused import backward_in_python
 
@@ -214,7 +227,7 @@ def _build(how: str) -> subprocess.Popen[bytes]:
 
 def learn(entry: Any, static: Static, tensors: Sequence[Tensor | None]) -> None:
     """Have ``entry`` serve calls like this one, whose forward kernels Python has just run."""
-    if (module := library(static.shape.device)) is None:
+    if static.plan is False or (module := library(static.shape.device)) is None:
         return
     if static.plan is None:
         kind, shape = static.kind, static.shape
@@ -224,18 +237,21 @@ def learn(entry: Any, static: Static, tensors: Sequence[Tensor | None]) -> None:
         )  # fmt: skip
     if learn_launches(static, FORWARD, static.forward, 16, 8):
         entry.learn(static.plan, static, *tensors)
+    else:
+        static.plan = False  # kernels of a kind that is not known here: Python's for good
 
 
 def learn_launches(static: Static, which: int, launches: list[Launch], tensors: int, numbers: int) -> bool:
     """Tell the plan of ``static`` the launches of a direction; whether it knows them now."""
-    if static.plan is None:
+    if not static.plan:
         return False
-    if not static.plan.has(which):
-        described = [_described(launch, tensors, numbers) for launch in launches]
-        if any(d is None for d in described):
-            return False
+    if static.plan.has(which):
+        return True
+    described = [_described(launch, tensors, numbers) for launch in launches]
+    known = all(d is not None for d in described)
+    if known:
         static.plan.set(which, described)
-    return True
+    return known
 
 
 def _described(launch: Launch, tensors: int, numbers: int) -> Any:
@@ -289,7 +305,7 @@ def _slots(made: Any, fixed: tuple[Any, ...], addresses: int, numbers: int) -> t
             return None
         types.append("pointer" if k < addresses else kind)
         slots.append(slot)
-    of_ptx = re.search(r"\.entry\s+\w+\s*\((.*?)\)", made.asm["ptx"], re.DOTALL)
+    of_ptx = re.search(r"\.entry\s+\w+\s*\((.*?)\)", made.asm.get("ptx", ""), re.DOTALL)
     if of_ptx is None:
         return None
     found = [_PTX.get(t) for t in re.findall(r"\.param\s+\.(\w+)", of_ptx[1])]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Quick", "Ready", "prepare"]
 
 _NATIVE = 1 << 24  # elements
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 class Ready:
@@ -102,6 +103,7 @@ class Ready:
         logits: tuple[Any, ...] = ()
         if self.kind.logits > 1:
             logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
+        x = dense(x)[0]
         if entry is not None:
             weight, bias, weight2, bias2, label = affine
             mean_logits, var_logits = logits or (None, None)
@@ -112,7 +114,7 @@ class Ready:
             if y is not None:
                 return y
         given = Given(self.segment, mean, var, batches, (share, eps, *self.bounds), self.branch)
-        return run(dense(x)[0], prepared, given, self.rule, self.rows, affine, logits, residual, entry=entry)
+        return run(x, prepared, given, self.rule, self.rows, affine, logits, residual, entry=entry)
 
     def _keep_read(self, layer: Norm, mean: Tensor, var: Tensor, batches: Tensor) -> None:
         """Keep what batch renorm reads, for a forward pass that is run again in backward."""
@@ -181,9 +183,7 @@ class Ready:
 
 def _may_run_again() -> bool:
     """Whether checkpointing may run this forward pass again: it does so for passes without a graph, or with hooks."""
-    return (
-        not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    )
+    return not torch.is_grad_enabled() or _hooks(False) is not None
 
 
 Quick: TypeAlias = Callable[["Norm", Tensor, "Tensor | None", "Tensor | None"], "Tensor | None"]
