@@ -306,6 +306,20 @@ def test_saved_tensors_go_through_hooks(quick: None):
     assert packed[0] == packed[1] and len(packed[0]) == 5
 
 
+@pytest.mark.parametrize("which", ["python", "compiled"])
+def test_hooks_that_lose_the_layout(which: str):
+    """``save_on_cpu`` returns contiguous tensors, whatever they were."""
+    x = input_of(2, 4, 2, 3, last=True).requires_grad_()
+    layer, dy = normlab.GroupNorm2d(2, 4).to(DEVICE), torch.randn_like(x)
+    with normlab.backend("triton", host=which):
+        expected = torch.autograd.grad(layer(x), (x, *layer.parameters()), dy)
+        with torch.autograd.graph.save_on_cpu():
+            y = layer(x)
+        assert is_compiled(y) == (which == "compiled")
+        found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_nothing_is_recorded_where_nothing_is_differentiated(compiled: None):
     layer, x = normlab.BatchNorm2d(4).to(DEVICE), input_of(3, 4, 3, 3)
     layer(x)

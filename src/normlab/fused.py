@@ -17,7 +17,7 @@ from . import host, whole_kernels
 from .activation import ACTIVATIONS, LEAK, activate
 from .affine import compose
 from .engine import Rows, Rule, Update, plain
-from .launch import BLOCK, DIRECT, Launch, Shape, addresses, ceil, dense, like, power, shape_of, tiles
+from .launch import BLOCK, DIRECT, Launch, Shape, addresses, ceil, dense, laid, like, power, shape_of, tiles
 from .pools import Plan, Pooled
 
 if TYPE_CHECKING:
@@ -443,6 +443,7 @@ def _backward(
         rule = rule_of(static, work, given)
         return _again(rule, rows, static.kind, given, label, values, needs, dy)
     kind, shape = static.kind, static.shape
+    x = laid(x, shape.last)
     dy = like(dy, x, shape.last)
     if x.is_cuda and dy.data_ptr() & 15:
         dy = dy.clone(memory_format=torch.preserve_format)

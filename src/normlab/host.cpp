@@ -302,6 +302,24 @@ struct Key {
   bool operator==(const Key& other) const { return types == other.types && unaligned == other.unaligned; }
 };
 
+bool is_laid(const Tensor& x, bool last) {
+  if (!last) return x.is_contiguous();
+  if (x.size(1) != 1 && x.stride(1) != 1) return false;
+  int64_t expected = x.size(1);
+  for (int64_t axis = x.dim() - 1; axis >= 0; --axis) {
+    if (axis == 1) continue;
+    if (x.size(axis) != 1 && x.stride(axis) != expected) return false;
+    expected *= x.size(axis);
+  }
+  return true;
+}
+
+// In the layout that kernels were compiled for; hooks of saved tensors may have changed it.
+Tensor laid(const Tensor& x, bool last) {
+  if (is_laid(x, last)) return x;
+  return last ? x.movedim(1, -1).contiguous().movedim(-1, 1) : x.contiguous();
+}
+
 bool lies_like(const Tensor& t, const Tensor& x, bool last) {
   return last ? t.strides() == x.strides() : t.is_contiguous();
 }
@@ -345,9 +363,9 @@ struct NormalizeBackward : Node {
       beside_x = beside_x || (i > Residual && needs[i]);
     }
     const Plan& plan = *row->plan;
-    const Tensor& x = values[X];
     c10::OptionalDeviceGuard guard;
-    if (plan.device >= 0) guard.reset_device(x.device());
+    if (plan.device >= 0) guard.reset_device(values[X].device());
+    const Tensor x = at::GradMode::is_enabled() ? values[X] : laid(values[X], plan.last);
     Tensor dy = std::move(grads[0]);
     if (!dy.defined()) dy = at::zeros(x.sizes(), x.options());
     Plan::Which which = Plan::Backward;
@@ -478,17 +496,7 @@ bool take(PyObject* const* args, const Entry& entry, Call& into) {
   }
   const Tensor& x = given[X];
   if (!x.defined() || x.dim() < 2) return false;
-  if (entry.last) {
-    int64_t expected = x.size(1);
-    if (x.stride(1) != 1) return false;
-    for (int64_t axis = x.dim() - 1; axis != 1; axis = axis == 2 ? 0 : axis - 1) {
-      if (x.size(axis) != 1 && x.stride(axis) != expected) return false;
-      expected *= x.size(axis);
-      if (axis == 0) break;
-    }
-  } else if (!x.is_contiguous()) {
-    return false;
-  }
+  if (!is_laid(x, entry.last)) return false;
   const c10::Device device = x.device();
   const bool cuda = x.is_cuda();
   for (size_t i = 0; i < Given; ++i) {

@@ -26,6 +26,7 @@ __all__ = [
     "apply",
     "dense",
     "input_gradient",
+    "laid",
     "like",
     "moments",
     "sums",
@@ -157,6 +158,14 @@ def dense(x: Tensor) -> tuple[Tensor, bool]:
     if last:
         return x, True
     return x.contiguous(), False
+
+
+def laid(x: Tensor, last: bool) -> Tensor:
+    """``x`` in the layout that kernels were compiled for; hooks of saved tensors may have changed it."""
+    if not last:
+        return x.contiguous()
+    moved = x.movedim(1, -1)
+    return x if moved.is_contiguous() else moved.contiguous().movedim(-1, 1)
 
 
 def like(t: Tensor, x: Tensor, last: bool) -> Tensor:

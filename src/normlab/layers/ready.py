@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .. import host, running
 from ..activation import ACTIVATIONS, LEAK
-from ..engine import Coefficients, Moments, Rule
+from ..engine import Coefficients, Moments, Rule, must_trace
 from ..fused import (
     Affine,
     Given,
@@ -76,10 +76,8 @@ class Ready:
         self.native = _torch_is_quicker(self.kind)
 
     def __call__(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Tensor:
-        if self.native and affine.second == 0 and layer.act is residual is None:
-            w = affine.weight
-            if w is None or w.dtype in (torch.float32, x.dtype):
-                return self._batch_norm(layer, x, affine)
+        if self._takes_native(layer, x, affine, residual):
+            return self._batch_norm(layer, x, affine)
         library = host.library(self.kind.shape.device)
         key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
         found = self._kinds.get(key)
@@ -116,6 +114,12 @@ class Ready:
         given = Given(self.segment, mean, var, batches, (share, eps, *self.bounds), self.branch)
         return run(x, prepared, given, self.rule, self.rows, affine, logits, residual, entry=entry)
 
+    def _takes_native(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> bool:
+        """Whether torch's own operator serves this call, being quicker."""
+        if not self.native or affine.second != 0 or layer.act is not None or residual is not None:
+            return False
+        return affine.weight is None or affine.weight.dtype in (torch.float32, x.dtype)
+
     def _keep_read(self, layer: Norm, mean: Tensor, var: Tensor, batches: Tensor) -> None:
         """Keep what batch renorm reads, for a forward pass that is run again in backward."""
         if not _may_run_again():
@@ -127,6 +131,8 @@ class Ready:
 
     def quick(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Quick | None:
         """What serves calls like this one without looking at them again; None until the compiled host path can."""
+        if self._takes_native(layer, x, affine, residual):
+            return _quick_native(self, layer)
         library = host.library(self.kind.shape.device)
         key = (affine.weight is not None, affine.second, layer.act, residual is not None, True)
         _, entry = self._kinds.get(key, (None, None))
@@ -230,6 +236,29 @@ def _quick(ready: Ready, entry: Any, of: Norm, spatial: tuple[int, ...]) -> Quic
             x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, mean, var, batches,
             share, layer.eps,
         )  # fmt: skip
+
+    return call
+
+
+def _quick_native(ready: Ready, of: Norm) -> Quick | None:
+    """Likewise by torch's operator."""
+    terms = of.affine_terms
+    if terms not in ((), ("shared",), ("branch",)):
+        return None
+    name = None if terms != ("branch",) or of.branches is None else of.branches[ready.branch]
+
+    def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+        if must_trace(x) or running.in_backward() or layer.momentum is None:
+            return None
+        own: Any = layer._parameters
+        weight, bias = own["weight"], own["bias"]
+        if name is not None:
+            inner: Any = layer._modules
+            weight, bias = inner["branch_weight"]._parameters[name], inner["branch_bias"]._parameters[name]
+        affine = Affine(weight, bias)
+        return (
+            ready._batch_norm(layer, x, affine) if ready._takes_native(layer, x, affine, residual) else None
+        )
 
     return call
 
