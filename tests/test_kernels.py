@@ -125,6 +125,17 @@ def test_inputs_that_are_not_dense(way: str):
     compare(case, x.to(DEVICE), torch.randn(x.shape, device=DEVICE), True)
 
 
+def test_layouts_of_one_shape_are_told_apart():
+    """Channels last, and with gaps: neither is contiguous, and each is read as it lies."""
+    layer, twin = normlab.GroupNorm2d(2, 4).to(DEVICE), nn.GroupNorm(2, 4).to(DEVICE)
+    x = torch.randn(3, 4, 3, 5, device=DEVICE)
+    last = x.contiguous(memory_format=torch.channels_last)
+    gaps = torch.empty(3, 4, 3, 10, device=DEVICE)[..., ::2].copy_(x)
+    with normlab.backend("triton"):
+        for given in (last, gaps, x, last):
+            assert_close(layer(given), twin(x), **SAME)
+
+
 def test_double_backward_through_the_kernels():
     layer = normlab.SwitchNorm2d(8).to(DEVICE)
     x = torch.randn(3, 8, 3, 3, device=DEVICE, requires_grad=True)

@@ -25,6 +25,7 @@ from .fold import (
     merge_sandwich,
 )
 from .fuse import fuse
+from .host import build_host, host_status
 from .kalman import predict
 from .layers import (
     AdaptiveInstanceNorm,
@@ -253,6 +254,7 @@ __all__ = [
     "SwitchNorm2d",
     "SwitchNorm3d",
     "backend",
+    "build_host",
     "calibrate",
     "convert",
     "fixup",
@@ -262,6 +264,7 @@ __all__ = [
     "fuse",
     "guarded",
     "harden",
+    "host_status",
     "importance",
     "keep_route",
     "merge_sandwich",

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import whole_kernels
+from . import host, whole_kernels
 from .activation import ACTIVATIONS, LEAK, activate
 from .affine import compose
 from .backend import one_launch
 from .engine import Rows, Rule, Update, plain
-from .launch import BLOCK, DIRECT, Launch, Shape, addresses, ceil, dense, like, power, shape_of, tiles
+from .launch import BLOCK, DIRECT, Launch, Shape, addresses, ceil, dense, laid, like, power, shape_of, tiles
 from .pools import Plan, Pooled
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "Kind",
     "Prepared",
     "Static",
+    "backward_in_python",
     "closed_call",
     "normalize",
     "prepare",
@@ -145,6 +146,10 @@ class Given(NamedTuple):
 class Static:
     """Sizes and launches of a kind of call."""
 
+    plan: Any = (
+        None  # the same for the compiled host path, once Python has run it; False where that cannot be
+    )
+
     def __init__(self, kind: Kind) -> None:
         shape = kind.shape
         n, c, rows, width = shape.n, shape.c, shape.rows, shape.width
@@ -221,7 +226,7 @@ class Static:
 class Prepared:
     """A kind of call, and its sizes and launches for the types and places of what it is given.
 
-    A kernel is compiled for the types it is given, and for addresses that are multiples of 16 or not.
+    A kernel is compiled for the types it is given, and for each address that is a multiple of 16 or not.
     """
 
     __slots__ = ("_statics", "kind")
@@ -230,10 +235,11 @@ class Prepared:
         self.kind = kind
         self._statics: dict[Any, Static] = {}
 
-    def static(self, types: tuple[torch.dtype, ...], aligned: bool) -> Static:
-        found = self._statics.get((types, aligned))
+    def static(self, types: tuple[torch.dtype, ...], places: Sequence[int]) -> Static:
+        key = (types, tuple([p & 15 == 0 for p in places]))
+        found = self._statics.get(key)
         if found is None:
-            found = self._statics[(types, aligned)] = Static(self.kind)
+            found = self._statics[key] = Static(self.kind)
         return found
 
 
@@ -326,15 +332,26 @@ def run(
     logits: tuple[Tensor, ...],
     residual: Tensor | None,
     box: list[tuple[Static, Tensor]] | None = None,
+    entry: Any = None,  # of the compiled host path, to be told of this call
 ) -> Tensor:
     if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
-            return run(x, prepared, given, rule_of, rows, affine, logits, residual, box)
+            return run(x, prepared, given, rule_of, rows, affine, logits, residual, box, entry)
     mean_logits, var_logits = logits if logits else (None, None)
+    of_layer = (affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits)
     return _Normalize.apply(
-        x, residual, affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits,
-        prepared, given, rule_of, rows, affine.label, box,
+        x, residual, *(_for_kernels(t, x) for t in of_layer),
+        prepared, given, rule_of, rows, affine.label, box, entry,
     )  # fmt: skip
+
+
+def _for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
+    """``t`` as kernels read it, from an address on."""
+    if t is not None and t.device != x.device:
+        raise ValueError(
+            f"the input is on {x.device} and a parameter of the layer on {t.device}; call layer.to({str(x.device)!r})"
+        )
+    return t if t is None or t.is_contiguous() else t.contiguous()
 
 
 class _Normalize(torch.autograd.Function):
@@ -355,6 +372,7 @@ class _Normalize(torch.autograd.Function):
         rows: Rows,
         label: Tensor | None,
         box: list[tuple[Static, Tensor]] | None,
+        entry: Any,
     ) -> Tensor:
         beside = None if residual is None else like(residual, x, prepared.kind.shape.last)
         segment, mean, var, batches, numbers, branch = given
@@ -371,11 +389,8 @@ class _Normalize(torch.autograd.Function):
             places[10] += row * mean.itemsize
             places[11] += row * var.itemsize
             places[12] += branch * 8
-        low = 0
-        for place in places:
-            low |= place
         dtype = x.dtype
-        static = prepared.static(tuple([dtype if t is None else t.dtype for t in tensors]), low & 15 == 0)
+        static = prepared.static(tuple([dtype if t is None else t.dtype for t in tensors]), places)
         y = torch.empty_like(x)
         work = torch.empty(static.forward_floats, dtype=torch.float32, device=x.device)
         parted = torch.empty(static.parted, dtype=torch.float32, device=x.device) if static.parted else work
@@ -388,58 +403,91 @@ class _Normalize(torch.autograd.Function):
             launch(tensors, places, numbers)
         if box is not None:
             box.append((static, work))
+        if entry is not None:
+            stored = (given.running_mean, given.running_var, given.batches)
+            host.learn(
+                entry, static,
+                (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, *stored),
+            )  # fmt: skip
         ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
         ctx.static, ctx.work, ctx.given, ctx.rest = static, work, given, (rule_of, rows, label)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = ctx.saved_tensors
-        static, work, given = ctx.static, ctx.work, ctx.given
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph=True
-            rule_of, rows, label = ctx.rest
-            values = (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
-            rule = rule_of(static, work, given)
-            return (*_again(rule, rows, static.kind, given, label, values, needs, dy), *(None,) * 6)
-        kind, shape = static.kind, static.shape
-        dy = like(dy, x, shape.last)
-        if x.is_cuda and dy.data_ptr() & 15:
-            dy = dy.clone(memory_format=torch.preserve_format)
-        label = ctx.rest[2]
-        launches = static.backward
-        if not needs[0]:
-            launches = static.backward_of_parameters
-        elif not static.reads and not (kind.act and kind.residual) and not any(needs[2:]):
-            launches = static.backward_of_x
-        d_weight = d_bias = d_weight2 = d_bias2 = d_mean = d_var = None
-        if weight is not None:
-            d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
-        if weight2 is not None and label is not None:  # rows that no sample has get zero
-            d_weight2, d_bias2 = weight2.new_zeros((2, *weight2.shape)).unbind()
-        elif weight2 is not None:
-            d_weight2, d_bias2 = torch.empty_like(weight2), torch.empty_like(bias2)
-        if mean_logits is not None:
-            d_mean, d_var = torch.empty_like(mean_logits), torch.empty_like(var_logits)
-        dx = torch.empty_like(x) if needs[0] else None
-        # A residual's gradient is that before the activation; without one, dy itself.
-        inner = torch.empty_like(x) if kind.residual and kind.act else None
-        beside = None if residual is None else like(residual, x, shape.last)
-        back = torch.empty(static.backward_floats, dtype=torch.float32, device=x.device)
-        parted = torch.empty(static.parted, dtype=torch.float32, device=x.device) if static.parted else back
-        tensors = (
-            dy, x, dx, beside, inner, work, back, parted, weight, bias, weight2, bias2, given.segment, label,
-            mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var,
-        )  # fmt: skip
-        if not static.meet:
-            tensors = (*tensors, work)
-        places, numbers = addresses(tensors), (given.numbers[1], given.numbers[7])
-        for launch in launches:
-            launch(tensors, places, numbers)
-        d_residual = None
-        if kind.residual and needs[1]:
-            d_residual = dy if inner is None else inner
-        return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var, *(None,) * 6)
+        static, given, (rule_of, rows, label) = ctx.static, ctx.given, ctx.rest
+        keep = (rule_of, rows)
+        return (
+            *_backward(static, keep, given, label, ctx.work, ctx.saved_tensors, ctx.needs_input_grad, dy),
+            *(None,) * 7,
+        )
+
+
+def backward_in_python(
+    static: Static, keep: Any, numbers: tuple[float, ...], segment: Tensor | None, label: Tensor | None, work: Tensor,
+    values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """What the compiled host path calls to record a graph through backward, and to have kernels compiled."""
+    given = Given(segment, None, None, None, numbers)
+    return _backward(static, keep, given, label, work, values, needs, dy)
+
+
+def _backward(
+    static: Static, keep: Any, given: Given, label: Tensor | None, work: Tensor, values: Sequence[Tensor | None],
+    needs: Sequence[bool], dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of ``values``: x, a residual, two affine maps, the logits of means and of variances."""
+    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = values
+    assert x is not None
+    if torch.is_grad_enabled():  # create_graph=True
+        rule_of, rows = keep
+        rule = rule_of(static, work, given)
+        return _again(rule, rows, static.kind, given, label, values, needs, dy)
+    kind, shape = static.kind, static.shape
+    x = laid(x, shape.last)
+    dy = like(dy, x, shape.last)
+    if x.is_cuda and dy.data_ptr() & 15:
+        dy = dy.clone(memory_format=torch.preserve_format)
+    which, launches = host.BACKWARD, static.backward
+    if not needs[0]:
+        which, launches = host.OF_PARAMETERS, static.backward_of_parameters
+    elif not static.reads and not (kind.act and kind.residual) and not any(needs[2:]):
+        which, launches = host.OF_X, static.backward_of_x
+    d_weight = d_bias = d_weight2 = d_bias2 = d_mean = d_var = None
+    if weight is not None:
+        assert bias is not None
+        d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
+    if weight2 is not None and label is not None:  # rows that no sample has get zero
+        room = ceil(weight2.numel(), 16) * 16  # both begin at an address as kernels expect it
+        both = weight2.new_zeros(2 * room)
+        d_weight2, d_bias2 = (both.as_strided(weight2.shape, weight2.stride(), k) for k in (0, room))
+    elif weight2 is not None:
+        assert bias2 is not None
+        d_weight2, d_bias2 = torch.empty_like(weight2), torch.empty_like(bias2)
+    if mean_logits is not None:
+        assert var_logits is not None
+        d_mean, d_var = torch.empty_like(mean_logits), torch.empty_like(var_logits)
+    dx = torch.empty_like(x) if needs[0] else None
+    # A residual's gradient is that before the activation; without one, dy itself.
+    inner = torch.empty_like(x) if kind.residual and kind.act else None
+    beside = None if residual is None else like(residual, x, shape.last)
+    back = torch.empty(static.backward_floats, dtype=torch.float32, device=x.device)
+    parted = torch.empty(static.parted, dtype=torch.float32, device=x.device) if static.parted else back
+    tensors = (
+        dy, x, dx, beside, inner, work, back, parted, weight, bias, weight2, bias2, given.segment, label,
+        mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var,
+    )  # fmt: skip
+    if not static.meet:
+        tensors = (*tensors, work)
+    places, numbers = addresses(tensors), (given.numbers[1], given.numbers[7])
+    for launch in launches:
+        launch(tensors, places, numbers)
+    if static.plan:
+        host.learn_launches(static, which, launches, 22, 2)
+    d_residual = None
+    if kind.residual and needs[1]:
+        d_residual = dy if inner is None else inner
+    return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var)
 
 
 def _again(

@@ -26,6 +26,7 @@ __all__ = [
     "apply",
     "dense",
     "input_gradient",
+    "laid",
     "like",
     "moments",
     "sums",
@@ -58,16 +59,16 @@ class Launch:
     end. With ``meet``, programs wait for each other, so no more are started than the device holds at once.
     """
 
-    __slots__ = ("_ready", "device", "fixed", "grid", "kernel", "meet")
+    __slots__ = ("device", "fixed", "grid", "kernel", "meet", "ready")
 
     def __init__(
         self, kernel: Any, grid: int, fixed: tuple[Any, ...], device: int, meet: bool = False
     ) -> None:
         self.kernel, self.grid, self.fixed, self.device, self.meet = kernel, grid, fixed, device, meet
-        self._ready: Any = None
+        self.ready: Any = None  # compiled
 
     def __call__(self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...] = ()) -> None:
-        ready = self._ready
+        ready = self.ready
         if ready is None:
             self._compile(tensors, pointers, numbers)
             return
@@ -89,7 +90,7 @@ class Launch:
         given = tuple(_Pointer(p, t.dtype) for p, t in zip(pointers, given, strict=True))
         if not self.meet:
             made = self.kernel[(self.grid,)](*given, *numbers, *self.fixed)
-            self._ready = made if DIRECT else None
+            self.ready = made if DIRECT else None
             return
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         wanted, self.grid = self.grid, min(self.grid, processors)
@@ -98,7 +99,7 @@ class Launch:
             *given, _Pointer(counter, torch.int64), *numbers, *self.fixed, launch_cooperative_grid=True
         )
         self.grid = min(wanted, processors * _resident(made))
-        self._ready = made
+        self.ready = made
 
     def _counter(self, stream: int) -> int:
         """Where the programs of this launch meet: one for each stream and number of programs.
@@ -157,6 +158,14 @@ def dense(x: Tensor) -> tuple[Tensor, bool]:
     if last:
         return x, True
     return x.contiguous(), False
+
+
+def laid(x: Tensor, last: bool) -> Tensor:
+    """``x`` in the layout that kernels were compiled for; hooks of saved tensors may have changed it."""
+    if not last:
+        return x.contiguous()
+    moved = x.movedim(1, -1)
+    return x if moved.is_contiguous() else moved.contiguous().movedim(-1, 1)
 
 
 def like(t: Tensor, x: Tensor, last: bool) -> Tensor:

@@ -16,7 +16,7 @@ from .._cache import remembered
 from .._text import nearest
 from ..activation import activate, check_activation
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
-from ..backend import kernels_serve
+from ..backend import chosen, kernels_serve
 from ..engine import MOVED, StyleMoments, Update, must_trace, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
 from ..positional import normalize_positions
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from ..calibrate import Observer
     from ..engine import Rows
     from ..fused import Affine
-    from .ready import Ready
+    from .ready import Quick, Ready
 
 __all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
 
+_PLAIN = (Tensor, nn.Parameter)
 _AXES = 8  # spatial axes that a tracked resolution may have
 
 
@@ -153,7 +154,8 @@ class Norm(nn.Module):
         self.eps, self.momentum, self.init_std, self.key_size = eps, momentum, init_std, key_size
         self.act = check_activation(act)
         self.policy = Policy()
-        self._ready: dict[Any, Ready | None] = {}  # what is known of calls like earlier ones
+        # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
+        self._ready: dict[Any, Ready | Quick | None] = {}
         self.process_group: ProcessGroup | None = None
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
@@ -293,6 +295,10 @@ class Norm(nn.Module):
 
         ``residual``, of the shape of ``x``, is added before the activation.
         """
+        if not torch.compiler.is_compiling() and label is branch is style is None:
+            y = self._as_before(x, condition, residual)
+            if y is not None:
+                return y
         check_input(self, x)
         if residual is not None:
             check_residual(self, x, residual)
@@ -306,6 +312,30 @@ class Norm(nn.Module):
                     given[first_condition(self)] = condition
                 label, branch, style = conditions(self, given, x)
         return self._run(x, label, 0 if branch is None else branch, style, residual)
+
+    def _as_before(self, x: Any, condition: Any, residual: Tensor | None) -> Tensor | None:
+        """By the compiled host path, where it has served a call like this one: nothing then remains to be checked."""
+        if not self._ready or type(x) not in _PLAIN or self.observer is not None:
+            return None
+        label, branch = condition, 0
+        if self.wants:
+            found = plain_condition(self, condition, x)
+            if found is None:
+                return None
+            label, branch = found[0], found[1] or 0
+        elif condition is not None:
+            return None
+        quick = self._ready.get(self._quick_key(x, branch, residual))
+        return None if quick is None else quick(self, x, label, residual)  # type: ignore[operator]
+
+    def _quick_key(self, x: Tensor, branch: int, residual: Tensor | None) -> tuple[Any, ...]:
+        """All that decides how the layer treats ``x``, but for values that are read at each call."""
+        policy = self.policy
+        return (
+            x.shape, x.dtype, x.device, _layout(x), self.training, branch, residual is None, self.act,
+            policy.normalize_with, policy.update, policy.guard, self.process_group is None, self.track_running_stats,
+            chosen(),
+        )  # fmt: skip
 
     def _run(
         self,
@@ -327,14 +357,16 @@ class Norm(nn.Module):
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None
     ) -> Tensor | None:
         """By the kernels for whole normalizers, where they have all that this call asks for."""
-        if self.observer is not None or not isinstance(branch, int) or running.in_backward():
+        elsewhere = self.observer is not None or self.process_group is not None or running.in_backward()
+        if elsewhere or not isinstance(branch, int):
             return None
         policy = self.policy
         key = (
-            x.shape, x.dtype, x.device, x.is_contiguous(), self._uses_batch(), branch, policy.update, policy.guard
+            x.shape, x.dtype, x.device, _layout(x), self._uses_batch(), branch, policy.update, policy.guard,
+            self.momentum is None,
         )  # fmt: skip
         try:
-            ready = self._ready[key]
+            ready: Any = self._ready[key]
         except KeyError:
             from .ready import prepare  # imports triton
 
@@ -345,9 +377,12 @@ class Norm(nn.Module):
             return None
         if self._run_shape is not None:
             self._check_run_shape(x, ready.live)
-        y = ready(self, x, self._two_affines(label, branch, style, x), residual)
+        affine = self._two_affines(label, branch, style, x)
+        y = ready(self, x, affine, residual)
         if ready.update and ready.cut:
             self._set_run_shape(tuple(x.shape[2:]))
+        if (quick := ready.quick(self, x, affine, residual)) is not None:
+            self._ready[self._quick_key(x, branch, residual)] = quick
         return y
 
     def __getstate__(self) -> dict[str, Any]:
@@ -609,6 +644,11 @@ class Norm(nn.Module):
         if self.policy != Policy():
             parts.append(f"policy={self.policy}")
         return ", ".join(parts)
+
+
+def _layout(x: Tensor) -> bool | tuple[int, ...]:
+    """What tells layouts apart: a tensor that is not contiguous may be channels last, or have gaps."""
+    return x.is_contiguous() or x.stride()
 
 
 def _plans(

@@ -6,16 +6,17 @@ worked out once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import running
+from .. import host, running
 from ..activation import ACTIVATIONS, LEAK
-from ..engine import Coefficients, Moments, Rule
+from ..engine import Coefficients, Moments, Rule, must_trace
 from ..fused import (
     Affine,
     Given,
@@ -38,9 +39,10 @@ from .checks import check_counts
 if TYPE_CHECKING:
     from .base import Norm
 
-__all__ = ["Ready", "prepare"]
+__all__ = ["Quick", "Ready", "prepare"]
 
 _NATIVE = 1 << 24  # elements
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 class Ready:
@@ -70,21 +72,18 @@ class Ready:
             self.segment is not None, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
             self.renorm is not None, update, False, 0, 0, False,
         )  # fmt: skip
-        self._kinds: dict[Any, Prepared] = {}
+        self._kinds: dict[Any, tuple[Prepared, Any]] = {}
         self.native = _torch_is_quicker(self.kind)
 
     def __call__(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Tensor:
-        if self.native and affine.second == 0 and layer.act is residual is None:
-            w = affine.weight
-            if w is None or w.dtype in (torch.float32, x.dtype):
-                return self._batch_norm(layer, x, affine)
-        key = (affine.weight is not None, affine.second, layer.act, residual is not None)
-        prepared = self._kinds.get(key)
-        if prepared is None:
-            shared, second, act, beside = key
-            prepared = self._kinds[key] = _prepared(
-                self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
-            )
+        if self._takes_native(layer, x, affine, residual):
+            return self._batch_norm(layer, x, affine)
+        library = host.library(self.kind.shape.device)
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = self._of_kind(key, library)
+        prepared, entry = found
         mean = var = batches = None
         if self.reads_running:
             assert self.names is not None
@@ -95,18 +94,67 @@ class Ready:
                 buffers["num_batches_tracked"],
             )
             assert mean is not None and var is not None and batches is not None
-            if self.renorm is not None:  # for a forward pass that is run again in backward
-                one = layer.branches is None
-                kept = (t if one else t[self.branch] for t in (mean, var, batches))
-                at_mean, at_var, count = (running.snapshot(t) for t in kept)
-                layer._read = ([(at_mean.unsqueeze(0), at_var.unsqueeze(0))], count)
+            if self.renorm is not None:
+                self._keep_read(layer, mean, var, batches)
         share = layer.momentum if self.update else None
-        numbers = (0.0 if share is None else share, layer.eps, *self.bounds)
-        given = Given(self.segment, mean, var, batches, numbers, self.branch)
+        share, eps = 0.0 if share is None else float(share), float(layer.eps)
         logits: tuple[Any, ...] = ()
         if self.kind.logits > 1:
             logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
-        return run(dense(x)[0], prepared, given, self.rule, self.rows, affine, logits, residual)
+        x = dense(x)[0]
+        if entry is not None:
+            weight, bias, weight2, bias2, label = affine
+            mean_logits, var_logits = logits or (None, None)
+            y = entry(
+                x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, self.segment, label,
+                mean, var, batches, share, eps,
+            )  # fmt: skip
+            if y is not None:
+                return y
+        given = Given(self.segment, mean, var, batches, (share, eps, *self.bounds), self.branch)
+        return run(x, prepared, given, self.rule, self.rows, affine, logits, residual, entry=entry)
+
+    def _takes_native(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> bool:
+        """Whether torch's own operator serves this call, being quicker."""
+        if not self.native or affine.second != 0 or layer.act is not None or residual is not None:
+            return False
+        return affine.weight is None or affine.weight.dtype in (torch.float32, x.dtype)
+
+    def _keep_read(self, layer: Norm, mean: Tensor, var: Tensor, batches: Tensor) -> None:
+        """Keep what batch renorm reads, for a forward pass that is run again in backward."""
+        if not _may_run_again():
+            return
+        one = layer.branches is None
+        kept = (t if one else t[self.branch] for t in (mean, var, batches))
+        at_mean, at_var, count = (running.snapshot(t) for t in kept)
+        layer._read = ([(at_mean.unsqueeze(0), at_var.unsqueeze(0))], count)
+
+    def quick(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Quick | None:
+        """What serves calls like this one without looking at them again; None until the compiled host path can."""
+        if self._takes_native(layer, x, affine, residual):
+            return _quick_native(self, layer)
+        library = host.library(self.kind.shape.device)
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None, True)
+        _, entry = self._kinds.get(key, (None, None))
+        terms = layer.affine_terms
+        known = ((), ("shared",), ("class",), ("branch",), ("shared", "class"), ("shared", "branch"))
+        if (
+            library is None
+            or entry is None
+            or terms not in known
+            or ("class" in terms and affine.label is None)
+        ):
+            return None
+        return _quick(self, entry, layer, tuple(x.shape[2:]))
+
+    def _of_kind(self, key: tuple[Any, ...], library: Any) -> tuple[Prepared, Any]:
+        """The kernels of calls that agree in ``key`` too, and what serves them in the compiled host path."""
+        shared, second, act, beside, _ = key
+        kind = self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
+        entry = None
+        if library is not None:
+            entry = library.Entry(self.branch, kind.shape.last, self.bounds, (self.rule, self.rows))
+        return _prepared(kind), entry
 
     def _batch_norm(self, layer: Norm, x: Tensor, affine: Affine) -> Tensor:
         """By torch's own operator."""
@@ -137,6 +185,82 @@ class Ready:
             live[self.batch] = False
         sources = self.sources._replace(running=tuple(found), live=tuple(live), eps=eps)
         return self.statistics.rule(sources)
+
+
+def _may_run_again() -> bool:
+    """Whether checkpointing may run this forward pass again: it does so for passes without a graph, or with hooks."""
+    return not torch.is_grad_enabled() or _hooks(False) is not None
+
+
+Quick: TypeAlias = Callable[["Norm", Tensor, "Tensor | None", "Tensor | None"], "Tensor | None"]
+
+
+def _quick(ready: Ready, entry: Any, of: Norm, spatial: tuple[int, ...]) -> Quick:
+    """A call of a layer with everything decided but the tensors and numbers, which may be replaced at any time."""
+    terms = of.affine_terms
+    shared, by_class, by_branch = ("shared" in terms), ("class" in terms), ("branch" in terms)
+    name = "" if of.branches is None else of.branches[ready.branch]
+    logits, update, segment, renorm = (
+        ready.kind.logits > 1,
+        ready.update,
+        ready.segment,
+        ready.renorm is not None,
+    )
+    names, cut = (ready.names if ready.reads_running else None), ready.cut
+
+    def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+        share = layer.momentum if update else 0.0
+        if share is None or (cut and layer._run_shape != spatial):
+            return None
+        own = layer._parameters
+        weight = bias = weight2 = bias2 = mean_logits = var_logits = mean = var = batches = None
+        if shared:
+            weight, bias = own["weight"], own["bias"]
+        if by_class:
+            weight2, bias2 = own["class_weight"], own["class_bias"]
+        elif by_branch:
+            inner: Any = layer._modules
+            pair = inner["branch_weight"]._parameters[name], inner["branch_bias"]._parameters[name]
+            if shared:
+                weight2, bias2 = pair
+            else:
+                weight, bias = pair
+        if logits:
+            mean_logits, var_logits = own["mean_weight"], own["var_weight"]
+        if names is not None:
+            kept: Any = layer._buffers
+            mean, var, batches = kept[names[0]], kept[names[1]], kept["num_batches_tracked"]
+            if renorm:
+                ready._keep_read(layer, mean, var, batches)
+        return entry(
+            x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, mean, var, batches,
+            share, layer.eps,
+        )  # fmt: skip
+
+    return call
+
+
+def _quick_native(ready: Ready, of: Norm) -> Quick | None:
+    """Likewise by torch's operator."""
+    terms = of.affine_terms
+    if terms not in ((), ("shared",), ("branch",)):
+        return None
+    name = None if terms != ("branch",) or of.branches is None else of.branches[ready.branch]
+
+    def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+        if must_trace(x) or running.in_backward() or layer.momentum is None:
+            return None
+        own: Any = layer._parameters
+        weight, bias = own["weight"], own["bias"]
+        if name is not None:
+            inner: Any = layer._modules
+            weight, bias = inner["branch_weight"]._parameters[name], inner["branch_bias"]._parameters[name]
+        affine = Affine(weight, bias)
+        return (
+            ready._batch_norm(layer, x, affine) if ready._takes_native(layer, x, affine, residual) else None
+        )
+
+    return call
 
 
 def _torch_is_quicker(kind: Kind) -> bool:
