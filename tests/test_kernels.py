@@ -6,6 +6,7 @@ splits and blocks are a few rows of their own.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -276,3 +277,109 @@ def test_where_torch_is_quicker_its_operator_serves(training: bool, monkeypatch:
     assert_close(y, z, **SAME)
     assert_close([b[1] for b in layer.buffers()], list(twin.buffers()))
     assert int(layer.num_batches_tracked[0]) == 0  # type: ignore[index]
+
+
+SEPARATED: dict[str, dict[str, Any]] = {
+    "auxiliary": {"affine": "branch"},
+    "sandwich": {"affine": "sandwich"},
+    "shared affine": {},
+    "no affine": {"affine": "none"},
+    "batch group": {"statistics": "batch_group(4)", "affine": "branch"},
+    "finer groups": {"statistics": "batch_group(80)", "affine": "sandwich"},
+    "switchable": {"statistics": ("instance", "layer", "batch"), "affine": "branch"},
+    "group": {"statistics": "group(5)", "affine": "branch"},
+    "class and branch": {"affine": ("shared", "class", "branch"), "num_classes": 3},
+    "class": {"affine": "class", "num_classes": 3},
+    "renorm": {"statistics": "renorm", "affine": "branch"},
+    "ghost": {"affine": "branch", "ghost": 7},
+    "no running statistics": {"affine": "branch", "track_running_stats": False},
+}
+
+
+def separated(name: str, branches: tuple[str, ...] = ("main", "aux", "idle")) -> normlab.Norm2d:
+    layer = normlab.Norm2d(40, branches=branches, init_std=0.3, **{"affine": "shared", **SEPARATED[name]})
+    with torch.no_grad():
+        for n, p in layer.named_parameters():
+            if "weight" in n or "bias" in n:
+                p.add_(torch.randn_like(p), alpha=0.3)
+    return layer.to(DEVICE)
+
+
+def one_step(layer: nn.Module, x: Tensor, dy: Tensor, **given: Any) -> dict[str, Tensor]:
+    """Output, gradients, gradients of those, and buffers."""
+    x = x.detach().requires_grad_()
+    parameters = dict(layer.named_parameters())
+    y = layer(x, **given)
+    first = torch.autograd.grad(y, (x, *parameters.values()), dy, retain_graph=True, allow_unused=True)
+    found = {n: g for n, g in zip(("dx", *parameters), first, strict=True) if g is not None}
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    if dx.requires_grad:
+        again = torch.autograd.grad(dx.square().sum(), (x, *parameters.values()), allow_unused=True)
+        found |= {f"d d {n}": g for n, g in zip(("x", *parameters), again, strict=True) if g is not None}
+    return {"y": y.detach(), **found, **{n: b.clone() for n, b in layer.named_buffers()}}
+
+
+def close_to_exact(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        scale = max(1.0, float(value.abs().max()))
+        near: dict[str, Any] = {"rtol": 1e-4, "atol": 3e-5 * scale, "check_dtype": False}
+        assert_close(found[name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("name", SEPARATED)
+def test_a_branch_for_each_sample(name: str, layout: torch.memory_format, training: bool):
+    """Against float64; a branch without samples keeps its statistics and its count."""
+    layer = separated(name)
+    exact = deepcopy(layer).double()
+    index = torch.tensor([1, 0, 0] * 12, device=DEVICE)
+    given: dict[str, Any] = {"branch": index}
+    if "class" in name:
+        given["label"] = torch.tensor([2, 0, 0, 2] * 9, device=DEVICE)
+    x = (torch.randn(36, 40, 4, 3, device=DEVICE) + 2).contiguous(memory_format=layout)
+    dy = torch.randn_like(x)
+    for m, t in ((layer, x), (exact, x.double())):  # statistics that are not those of the construction
+        m(3 * t, branch=1 - index, **{k: v for k, v in given.items() if k != "branch"})
+        m.train(training)
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy, **given)
+    close_to_exact(found, one_step(exact, x.double(), dy.double(), **given))
+    if training and "num_batches_tracked" in found:
+        assert found["num_batches_tracked"].tolist() == [2, 2, 0]
+
+
+@pytest.mark.parametrize("name", ["auxiliary", "sandwich", "batch group", "finer groups", "switchable"])
+def test_branches_of_samples_are_branches_apart(launches: str, name: str):
+    """The kernels serve the call, and do what they do for each branch's samples alone."""
+    layer, apart = separated(name), separated(name)
+    apart.load_state_dict(layer.state_dict())
+    index = torch.tensor([0, 1, 2, 0, 0, 1] * 6, device=DEVICE)
+    x = torch.randn(36, 40, 4, 3, device=DEVICE, requires_grad=True)
+    dy = torch.randn_like(x)
+    with normlab.backend("triton"):
+        y = layer(x, branch=index)
+        assert [r is not None and r.each for r in layer._ready.values()] == [True]
+        whole = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+        outputs = [apart(x[index == k], branch=b) for k, b in enumerate(apart.branches or ())]
+        together = torch.cat(outputs)[torch.argsort(torch.argsort(index, stable=True))]
+        parts = torch.autograd.grad(together, (x, *apart.parameters()), dy)
+    assert_close(y, together, **SAME)
+    assert_close(list(whole), list(parts), rtol=1e-4, atol=1e-4)
+    assert_close(list(layer.buffers()), list(apart.buffers()), **SAME)
+
+
+def test_a_sample_alone_in_its_branch_is_refused_where_it_can_be_seen():
+    layer = normlab.AuxiliaryBatchNorm2d(4).to(DEVICE)
+    index = torch.tensor([0, 0, 1], device=DEVICE)
+    x = torch.randn(3, 4, 1, 1, device=DEVICE)
+    with normlab.backend("triton"):
+        layer(x, torch.tensor([0, 0, 0], device=DEVICE))
+        if DEVICE == "cpu":
+            with pytest.raises(ValueError, match="more than 1 value"):
+                layer(x, index)
+        else:  # nothing waits for the device
+            layer(x, index)
+        with pytest.raises(ValueError, match="more than 1 value"):
+            layer(x[:1], index[:1])

@@ -98,6 +98,7 @@ class Kind(NamedTuple):
     second: int  # whose the second affine map is, see pool_kernels
     act: int
     residual: bool
+    table: int = 0  # rows of the table, where `second` is 4
 
 
 class Affine(NamedTuple):
@@ -108,9 +109,12 @@ class Affine(NamedTuple):
     weight2: Tensor | None = None  # [C], [K, C] or [N, C]
     bias2: Tensor | None = None
     label: Tensor | None = None  # [N], rows of [K, C]
+    table: tuple[Tensor, ...] = ()  # instead of weight2 and bias2: K weights [C], then K biases
 
     @property
     def second(self) -> int:
+        if self.table:
+            return 4
         if self.weight2 is None:
             return 0
         if self.label is not None:
@@ -119,6 +123,10 @@ class Affine(NamedTuple):
 
     def composed(self) -> tuple[Tensor | None, Tensor | None]:
         """One weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``."""
+        if self.table:
+            half = len(self.table) // 2
+            second = torch.stack(self.table[:half]), torch.stack(self.table[half:])
+            return Affine(self.weight, self.bias, *second, self.label).composed()
         terms = []
         if self.weight is not None and self.bias is not None:
             terms.append((self.weight, self.bias))
@@ -162,7 +170,8 @@ class Static:
             batch_programs = blocks if self.live else ceil(self.batch_cells, long)
         back_programs = batch_programs if self.live else 0
         affine_programs = ceil(c, _COLUMNS) if kind.shared or kind.second or kind.logits > 1 else 0
-        table_programs = n * ceil(c, _COLUMNS) if kind.second == 2 else 0
+        table_rows = {2: n, 4: kind.table}.get(kind.second, 0)
+        table_programs = table_rows * ceil(c, _COLUMNS)
         self.forward_floats = (
             (5 if self.reads else 3) * rows + 2 * self.sample_cells + 2 * self.batch_cells
             + (2 * width if kind.renorm else 0) + kind.segments
@@ -332,7 +341,7 @@ def run(
     mean_logits, var_logits = logits if logits else (None, None)
     return _Normalize.apply(
         x, residual, affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits,
-        prepared, given, rule_of, rows, affine.label, box,
+        prepared, given, rule_of, rows, affine.label, box, *affine.table,
     )  # fmt: skip
 
 
@@ -354,7 +363,10 @@ class _Normalize(torch.autograd.Function):
         rows: Rows,
         label: Tensor | None,
         box: list[tuple[Static, Tensor]] | None,
+        *table: Tensor,
     ) -> Tensor:
+        if table:
+            weight2, bias2 = torch.stack(table).view(2, len(table) // 2, -1).unbind()
         beside = None if residual is None else like(residual, x, prepared.kind.shape.last)
         segment, mean, var, batches, numbers, branch = given
         if branch and not x.is_cuda:
@@ -387,20 +399,22 @@ class _Normalize(torch.autograd.Function):
             launch(tensors, places, numbers)
         if box is not None:
             box.append((static, work))
-        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
+        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, *table)
         ctx.static, ctx.work, ctx.given, ctx.rest = static, work, given, (rule_of, rows, label)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = ctx.saved_tensors
+        x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, *table = ctx.saved_tensors
         static, work, given = ctx.static, ctx.work, ctx.given
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True
             rule_of, rows, label = ctx.rest
-            values = (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
+            second = (None, None) if table else (weight2, bias2)
+            values = (x, residual, weight, bias, *second, mean_logits, var_logits, *table)
             rule = rule_of(static, work, given)
-            return (*_again(rule, rows, static.kind, given, label, values, needs, dy), *(None,) * 6)
+            found = _again(rule, rows, static.kind, given, label, values, (*needs[:8], *needs[14:]), dy)
+            return (*found[:8], *(None,) * 6, *found[8:])
         kind, shape = static.kind, static.shape
         dy = like(dy, x, shape.last)
         if x.is_cuda and dy.data_ptr() & 15:
@@ -414,7 +428,7 @@ class _Normalize(torch.autograd.Function):
         d_weight = d_bias = d_weight2 = d_bias2 = d_mean = d_var = None
         if weight is not None:
             d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
-        if weight2 is not None and label is not None:  # rows that no sample has get zero
+        if weight2 is not None and label is not None and not table:  # rows that no sample has get zero
             d_weight2, d_bias2 = weight2.new_zeros((2, *weight2.shape)).unbind()
         elif weight2 is not None:
             d_weight2, d_bias2 = torch.empty_like(weight2), torch.empty_like(bias2)
@@ -438,7 +452,11 @@ class _Normalize(torch.autograd.Function):
         d_residual = None
         if kind.residual and needs[1]:
             d_residual = dy if inner is None else inner
-        return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var, *(None,) * 6)
+        found = (dx, d_residual, d_weight, d_bias)
+        if table:
+            assert d_weight2 is not None and d_bias2 is not None
+            return (*found, None, None, d_mean, d_var, *(None,) * 6, *d_weight2.unbind(), *d_bias2.unbind())
+        return (*found, d_weight2, d_bias2, d_mean, d_var, *(None,) * 6)
 
 
 def _again(
@@ -448,14 +466,13 @@ def _again(
     """Gradients of the plain expression that can be differentiated again."""
     # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
     views = tuple(None if t is None else t.view_as(t) for t in values)
-    x, residual, weight, bias, weight2, bias2, *logits = views
+    x, residual, weight, bias, weight2, bias2, *logits = views[:8]
     assert x is not None
-    both = Affine(weight, bias, weight2, bias2, label).composed()
+    table = tuple(t for t in views[8:] if t is not None)
+    both = Affine(weight, bias, weight2, bias2, label, table).composed()
     y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
     name = next(n for n, k in ACTIVATIONS.items() if k == kind.act)
     y = activate(y if residual is None else y + residual, name, given.numbers[7])
-    wanted = [v for v, n in zip(views, needs, strict=False) if n and v is not None]
+    wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
-    return tuple(
-        next(found) if n and v is not None else None for v, n in zip(views, needs[: len(views)], strict=True)
-    )
+    return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))

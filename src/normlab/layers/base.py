@@ -327,11 +327,14 @@ class Norm(nn.Module):
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None
     ) -> Tensor | None:
         """By the kernels for whole normalizers, where they have all that this call asks for."""
-        if self.observer is not None or not isinstance(branch, int) or running.in_backward():
+        if self.observer is not None or running.in_backward():
             return None
-        policy = self.policy
+        policy, each = self.policy, None
+        if isinstance(branch, Tensor):
+            branch = each = branch.contiguous()
+        place = -1 if isinstance(branch, Tensor) else branch
         key = (
-            x.shape, x.dtype, x.device, x.is_contiguous(), self._uses_batch(), branch, policy.update, policy.guard
+            x.shape, x.dtype, x.device, x.is_contiguous(), self._uses_batch(), place, policy.update, policy.guard
         )  # fmt: skip
         try:
             ready = self._ready[key]
@@ -345,7 +348,10 @@ class Norm(nn.Module):
             return None
         if self._run_shape is not None:
             self._check_run_shape(x, ready.live)
-        y = ready(self, x, self._two_affines(label, branch, style, x), residual)
+        if each is not None and ready.live and not x.is_cuda:  # looking at the branches costs nothing there
+            spatial = prod(x.shape[2:])
+            check_counts(self, x, spatial, self._plans(x, spatial, each, True)[1])
+        y = ready(self, x, self._two_affines(label, branch, style, x), residual, each)
         if ready.update and ready.cut:
             self._set_run_shape(tuple(x.shape[2:]))
         return y
@@ -434,7 +440,7 @@ class Norm(nn.Module):
             return buffer.unsqueeze(0)
         return buffer[branch : branch + 1] if isinstance(branch, int) else buffer.index_select(0, branch)
 
-    def _two_affines(self, label: Any, branch: int, style: Any, x: Tensor) -> Affine:
+    def _two_affines(self, label: Any, branch: int | Tensor, style: Any, x: Tensor) -> Affine:
         """The affine maps as the kernels take them: a shared one, then one of the batch, of labels or of samples."""
         from ..fused import Affine
 
@@ -452,6 +458,9 @@ class Norm(nn.Module):
             return Affine(*shared, *(select(t, label) for t in tables))  # type: ignore[arg-type]
         if last == "branch":
             assert self.branches is not None
+            if isinstance(branch, Tensor):
+                each: Any = (self.branch_weight, self.branch_bias)
+                return Affine(*shared, label=branch, table=tuple(t[b] for t in each for b in self.branches))
             name = self.branches[branch]
             pair = self.branch_weight[name], self.branch_bias[name]
             return Affine(*pair) if len(terms) == 1 else Affine(*shared, *pair)
@@ -519,7 +528,10 @@ class Norm(nn.Module):
         self._set_run_shape(tuple(x.shape[2:]), ok)
 
     def _update_in_kernel(self, segments: Sequence[Segments]) -> Update | None:
-        """Running statistics that a kernel may move on the way: one pool over the batch, one segment, no policy."""
+        """Running statistics that a kernel may move on the way: one pool over the batch, no ghosts, no policy.
+
+        All branches' where each sample has a branch of its own.
+        """
         policy = self.policy
         tracked = [k for k, names in enumerate(self._buffers_of) if names is not None]
         if len(tracked) != 1 or not policy.update or policy.guard or self.observer is not None:
@@ -528,14 +540,16 @@ class Norm(nn.Module):
         names, track, momentum = self._buffers_of[k], self._tracks[k], self._share()
         assert names is not None and track is not None
         how = "deviation" if isinstance(self.statistics, Renorm) else "unbiased"
-        simple = segments[k].index is None and self.process_group is None and len(track.shape) == 1
+        each = isinstance(segments[k].branch, Tensor)
+        whole = segments[k].number == (1 if self.branches is None or not each else len(self.branches))
+        simple = whole and self.process_group is None and len(track.shape) == 1
         if momentum is None or track.how != how or not simple or running.in_backward():
             return None
         mean, var = (getattr(self, n) for n in names)
         batches = self.num_batches_tracked
         if mean.dtype != torch.float32 or not isinstance(batches, Tensor):
             return None
-        if self.branches is not None:
+        if self.branches is not None and not each:
             branch = segments[k].branch
             mean, var, batches = mean[branch], var[branch], batches[branch]
         return Update(mean, var, batches, momentum)

@@ -46,9 +46,11 @@ _NATIVE = 1 << 24  # elements
 class Ready:
     """One way of calling a layer, prepared."""
 
-    def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, update: bool) -> None:
+    def __init__(self, layer: Norm, x: Tensor, branch: int | Tensor, plans: Any, update: bool) -> None:
         rows, segments, made = plans
-        self.rows, self.plans, self.branch, self.update = rows, made, branch, update
+        self.each = isinstance(branch, Tensor)  # every sample has a branch of its own: each call gives them
+        self.rows, self.plans, self.update = rows, made, update
+        self.branch = branch if isinstance(branch, int) else 0
         self.statistics = layer.statistics
         self.live = layer._uses_batch()
         self.renorm = layer.statistics if isinstance(layer.statistics, Renorm) and self.live else None
@@ -59,21 +61,27 @@ class Ready:
         call = closed_call(self.sources)
         assert call is not None
         self.call, self.batch = call, None if call.batch is None else call.order[2]
-        self.segment = segments[self.batch].index if self.batch is not None and self.live else None
+        live_index = segments[self.batch].index if self.batch is not None and self.live else None
+        self.segment = None if self.each else live_index
         self.names = None if self.batch is None else layer._buffers_of[self.batch]
         self.reads_running = self.names is not None and (not self.live or update or self.renorm is not None)
-        number = 1 if self.batch is None else segments[self.batch].number
+        number = segments[self.batch].number if self.batch is not None and self.live else 1
+        branches = 1 if layer.branches is None else len(layer.branches)
+        mixed = self.batch is not None and (self.each or self.segment is not None)
         last = dense(x)[1]
         self.kind = Kind(
             shape_of(x, rows, last), call.own, 0 if call.sample is None else call.sample.groups,
-            0 if call.batch is None else call.batch.groups, self.live, number if self.live else 1,
-            self.segment is not None, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
-            self.renorm is not None, update, False, 0, 0, False,
+            0 if call.batch is None else call.batch.groups, self.live, branches if self.each and mixed else number,
+            mixed, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
+            self.renorm is not None, update, False, 0, 0, False, branches if self.each else 0,
         )  # fmt: skip
         self._kinds: dict[Any, Prepared] = {}
         self.native = _torch_is_quicker(self.kind)
 
-    def __call__(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Tensor:
+    def __call__(
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
+    ) -> Tensor:
+        """``of_each`` is the branch of each sample, ``[N]``, where each has its own."""
         if self.native and affine.second == 0 and layer.act is residual is None:
             w = affine.weight
             if w is None or w.dtype in (torch.float32, x.dtype):
@@ -102,7 +110,8 @@ class Ready:
                 layer._read = ([(at_mean.unsqueeze(0), at_var.unsqueeze(0))], count)
         share = layer.momentum if self.update else None
         numbers = (0.0 if share is None else share, layer.eps, *self.bounds)
-        given = Given(self.segment, mean, var, batches, numbers, self.branch)
+        segment = self.segment if of_each is None else of_each
+        given = Given(segment, mean, var, batches, numbers, self.branch)
         logits: tuple[Any, ...] = ()
         if self.kind.logits > 1:
             logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
@@ -128,14 +137,19 @@ class Ready:
         eps = given.numbers[1]
         if self.renorm is not None:
             return _Corrected(self.plans[0], work, static, eps)
-        found: list[Any] = [None] * len(self.plans)
-        live = [True] * len(self.plans)
+        plans = self.plans
+        found: list[Any] = [None] * len(plans)
+        live = [True] * len(plans)
+        segments = Segments()
+        if self.each:
+            segments = Segments(static.kind.segments, given.segment)
+            plans = tuple(Plan(p.pool, self.rows, segments) for p in plans)
         if self.batch is not None and not self.live:
             mean, var, _ = batch_views(static, work)
-            spread = Plan(self.plans[self.batch].pool, self.rows, Segments())
-            found[self.batch] = tuple(spread.expand(t.unsqueeze(0)) for t in (mean, var))
+            spread = Plan(plans[self.batch].pool, self.rows, segments)
+            found[self.batch] = tuple(spread.expand(t.reshape(static.kind.segments, -1)) for t in (mean, var))
             live[self.batch] = False
-        sources = self.sources._replace(running=tuple(found), live=tuple(live), eps=eps)
+        sources = self.sources._replace(plans=plans, running=tuple(found), live=tuple(live), eps=eps)
         return self.statistics.rule(sources)
 
 
@@ -168,7 +182,7 @@ class _Corrected:
         return Coefficients(self.plan.expand(pooled.mean), scale * self.ratio, self.move), [pooled]
 
 
-def prepare(layer: Norm, x: Tensor, branch: int) -> Ready | None:
+def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | None:
     """What serves calls of ``layer`` like this one; None where whole kernels do not have all that it asks for."""
     statistics, live = layer.statistics, layer._uses_batch()
     simple = isinstance(statistics, Renorm) or (
@@ -187,6 +201,8 @@ def prepare(layer: Norm, x: Tensor, branch: int) -> Ready | None:
         segments[0].index is not None or (live and not layer.track_running_stats)
     ):
         return None
+    if isinstance(branch, Tensor) and any(s.index is not None and s.index is not branch for s in segments):
+        return None  # ghost batches of each branch
     if live:
         check_counts(layer, x, spatial, segments)
     moves = live and layer.track_running_stats and layer.policy.update
