@@ -31,6 +31,7 @@ __all__ = [
     "Prepared",
     "Static",
     "closed_call",
+    "differentiate_again",
     "normalize",
     "prepare",
     "run",
@@ -413,7 +414,9 @@ class _Normalize(torch.autograd.Function):
             second = (None, None) if table else (weight2, bias2)
             values = (x, residual, weight, bias, *second, mean_logits, var_logits, *table)
             rule = rule_of(static, work, given)
-            found = _again(rule, rows, static.kind, given, label, values, (*needs[:8], *needs[14:]), dy)
+            found = differentiate_again(
+                rule, rows, static.kind.act, given, label, values, (*needs[:8], *needs[14:]), dy
+            )
             return (*found[:8], *(None,) * 6, *found[8:])
         kind, shape = static.kind, static.shape
         dy = like(dy, x, shape.last)
@@ -459,8 +462,8 @@ class _Normalize(torch.autograd.Function):
         return (*found, d_weight2, d_bias2, d_mean, d_var, *(None,) * 6)
 
 
-def _again(
-    rule: Rule, rows: Rows, kind: Kind, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
+def differentiate_again(
+    rule: Rule, rows: Rows, act: int, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
     needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the plain expression that can be differentiated again."""
@@ -471,7 +474,7 @@ def _again(
     table = tuple(t for t in views[8:] if t is not None)
     both = Affine(weight, bias, weight2, bias2, label, table).composed()
     y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
-    name = next(n for n, k in ACTIVATIONS.items() if k == kind.act)
+    name = next(n for n, k in ACTIVATIONS.items() if k == act)
     y = activate(y if residual is None else y + residual, name, given.numbers[7])
     wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))

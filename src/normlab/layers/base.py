@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..calibrate import Observer
     from ..engine import Rows
     from ..fused import Affine
-    from .ready import Ready
+    from .ready import Ready, ReadyModes
 
 __all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
 
@@ -153,7 +153,7 @@ class Norm(nn.Module):
         self.eps, self.momentum, self.init_std, self.key_size = eps, momentum, init_std, key_size
         self.act = check_activation(act)
         self.policy = Policy()
-        self._ready: dict[Any, Ready | None] = {}  # what is known of calls like earlier ones
+        self._ready: dict[Any, Ready | ReadyModes | None] = {}  # what is known of calls like earlier ones
         self.process_group: ProcessGroup | None = None
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
@@ -539,10 +539,10 @@ class Norm(nn.Module):
         k = tracked[0]
         names, track, momentum = self._buffers_of[k], self._tracks[k], self._share()
         assert names is not None and track is not None
-        how = "deviation" if isinstance(self.statistics, Renorm) else "unbiased"
+        how = {Renorm: "deviation", Modes: "total"}.get(type(self.statistics), "unbiased")
         each = isinstance(segments[k].branch, Tensor)
         whole = segments[k].number == (1 if self.branches is None or not each else len(self.branches))
-        simple = whole and self.process_group is None and len(track.shape) == 1
+        simple = whole and self.process_group is None
         if momentum is None or track.how != how or not simple or running.in_backward():
             return None
         mean, var = (getattr(self, n) for n in names)

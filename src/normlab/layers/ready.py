@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import running
+from .. import modes, running
 from ..activation import ACTIVATIONS, LEAK
 from ..engine import Coefficients, Moments, Rule
 from ..fused import (
@@ -32,13 +32,13 @@ from ..fused import (
 )
 from ..launch import dense, shape_of
 from ..pools import Plan, Pooled, Segments
-from ..rules import Mixture, Renorm, Single, Sources
+from ..rules import Mixture, Modes, Renorm, Single, Sources
 from .checks import check_counts
 
 if TYPE_CHECKING:
     from .base import Norm
 
-__all__ = ["Ready", "prepare"]
+__all__ = ["Ready", "ReadyModes", "prepare"]
 
 _NATIVE = 1 << 24  # elements
 
@@ -167,6 +167,54 @@ def _torch_is_quicker(kind: Kind) -> bool:
     return plain and one and shape.rows * shape.s <= _NATIVE and (shape.last or shape.c >= 512)
 
 
+class ReadyModes:
+    """One way of calling mode norm, prepared."""
+
+    cut = each = False
+
+    def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, live: bool, update: bool) -> None:
+        self.rows, _, self.plans = plans
+        self.branch, self.live, self.update = branch, live, update
+        assert isinstance(layer.statistics, Modes)
+        self.statistics = layer.statistics
+        shape = shape_of(x, self.rows, dense(x)[1])
+        self.kind = modes.Kind(shape, layer.statistics.number, live, update, False, 0, 0, False)
+        self._kinds: dict[Any, modes.Prepared] = {}
+
+    def __call__(
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
+    ) -> Tensor:
+        assert of_each is None
+        if affine.label is not None:  # rows of a table, as each sample's own
+            chosen = Affine(None, None, *affine[2:]).composed()
+            affine = Affine(affine.weight, affine.bias, *chosen)
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None)
+        prepared = self._kinds.get(key)
+        if prepared is None:
+            shared, second, act, beside = key
+            prepared = self._kinds[key] = modes.prepare(
+                self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
+            )
+        mean = var = batches = None
+        if self.update or not self.live:
+            mean, var, batches = (
+                layer._buffers[n] for n in ("running_mean", "running_var", "num_batches_tracked")
+            )
+            assert mean is not None and var is not None and batches is not None
+            if layer.branches is not None:
+                mean, var, batches = mean[self.branch], var[self.branch], batches[self.branch]
+        share = layer.momentum if self.update else None
+        numbers = (0.0 if share is None else share, layer.eps, *bounds_of(None), LEAK)
+        gate = layer._parameters["gate_weight"], layer._parameters["gate_bias"]
+        given = Given(None, mean, var, batches, numbers)
+        return modes.run(dense(x)[0], prepared, given, self.rule, self.rows, affine, gate, residual)  # type: ignore[arg-type]
+
+    def rule(self, static: modes.Static, work: Tensor, given: Given) -> Rule:
+        """The rule as it was in a forward pass, to differentiate it again."""
+        found = None if self.live else modes.mode_views(static, work)
+        return self.statistics.rule(Sources(self.plans, (found,), (self.live,), None, given.numbers[1]))
+
+
 class _Corrected:
     """Batch renorm with the correction that a forward pass made."""
 
@@ -182,9 +230,11 @@ class _Corrected:
         return Coefficients(self.plan.expand(pooled.mean), scale * self.ratio, self.move), [pooled]
 
 
-def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | None:
+def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes | None:
     """What serves calls of ``layer`` like this one; None where whole kernels do not have all that it asks for."""
     statistics, live = layer.statistics, layer._uses_batch()
+    if isinstance(statistics, Modes):
+        return None if isinstance(branch, Tensor) else _prepare_modes(layer, x, branch, live)
     simple = isinstance(statistics, Renorm) or (
         isinstance(statistics, Single) and (live or not statistics.example_weight)
     )
@@ -210,3 +260,19 @@ def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | None:
     if moves and update is None:
         return None
     return Ready(layer, x, branch, plans, update is not None)
+
+
+def _prepare_modes(layer: Norm, x: Tensor, branch: int, live: bool) -> ReadyModes | None:
+    if layer._predictor or layer.process_group is not None:
+        return None
+    spatial = prod(x.shape[2:])
+    plans = layer._plans(x, spatial, branch, live)
+    segments = plans[1]
+    if segments[0].index is not None:  # ghost batches
+        return None
+    if live:
+        check_counts(layer, x, spatial, segments)
+    moves = live and layer.track_running_stats and layer.policy.update
+    if moves and layer._update_in_kernel(segments) is None:
+        return None
+    return ReadyModes(layer, x, branch, plans, live, moves)
