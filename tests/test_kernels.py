@@ -6,6 +6,7 @@ splits and blocks are a few rows of their own.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -189,10 +190,11 @@ def test_autocast_takes_the_kernels_and_moves_the_statistics():
 @pytest.fixture(params=["whole", "steps"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """One launch a direction, in which programs wait for each other, or one for each pass."""
-    from normlab import fused
+    from normlab import fused, modes
 
     monkeypatch.setattr(fused, "_WHOLE", 1 << 40 if request.param == "whole" else 0)
     fused.prepare.cache_clear()
+    modes.prepare.cache_clear()
     return request.param
 
 
@@ -287,3 +289,209 @@ def test_where_torch_is_quicker_its_operator_serves(training: bool, monkeypatch:
     assert_close(y, z, **SAME)
     assert_close([b[1] for b in layer.buffers()], list(twin.buffers()))
     assert int(layer.num_batches_tracked[0]) == 0  # type: ignore[index]
+
+
+SEPARATED: dict[str, dict[str, Any]] = {
+    "auxiliary": {"affine": "branch"},
+    "sandwich": {"affine": "sandwich"},
+    "shared affine": {},
+    "no affine": {"affine": "none"},
+    "batch group": {"statistics": "batch_group(4)", "affine": "branch"},
+    "finer groups": {"statistics": "batch_group(80)", "affine": "sandwich"},
+    "switchable": {"statistics": ("instance", "layer", "batch"), "affine": "branch"},
+    "group": {"statistics": "group(5)", "affine": "branch"},
+    "class and branch": {"affine": ("shared", "class", "branch"), "num_classes": 3},
+    "class": {"affine": "class", "num_classes": 3},
+    "renorm": {"statistics": "renorm", "affine": "branch"},
+    "ghost": {"affine": "branch", "ghost": 7},
+    "no running statistics": {"affine": "branch", "track_running_stats": False},
+}
+
+
+def separated(name: str, branches: tuple[str, ...] = ("main", "aux", "idle")) -> normlab.Norm2d:
+    layer = normlab.Norm2d(40, branches=branches, init_std=0.3, **{"affine": "shared", **SEPARATED[name]})
+    with torch.no_grad():
+        for n, p in layer.named_parameters():
+            if "weight" in n or "bias" in n:
+                p.add_(torch.randn_like(p), alpha=0.3)
+    return layer.to(DEVICE)
+
+
+def one_step(layer: nn.Module, x: Tensor, dy: Tensor, **given: Any) -> dict[str, Tensor]:
+    """Output, gradients, gradients of those, and buffers."""
+    x = x.detach().requires_grad_()
+    parameters = dict(layer.named_parameters())
+    y = layer(x, **given)
+    first = torch.autograd.grad(y, (x, *parameters.values()), dy, retain_graph=True, allow_unused=True)
+    found = {n: g for n, g in zip(("dx", *parameters), first, strict=True) if g is not None}
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    if dx.requires_grad:
+        again = torch.autograd.grad(dx.square().sum(), (x, *parameters.values()), allow_unused=True)
+        found |= {f"d d {n}": g for n, g in zip(("x", *parameters), again, strict=True) if g is not None}
+    return {"y": y.detach(), **found, **{n: b.clone() for n, b in layer.named_buffers()}}
+
+
+def close_to_exact(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        scale = max(1.0, float(value.abs().max()))
+        # Second derivatives are those of the plain expression in float32, through more sums.
+        atol = (3e-4 if name.startswith("d d ") else 3e-5) * scale
+        near: dict[str, Any] = {"rtol": 1e-4, "atol": atol, "check_dtype": False}
+        assert_close(found[name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("name", SEPARATED)
+def test_a_branch_for_each_sample(name: str, layout: torch.memory_format, training: bool):
+    """Against float64; a branch without samples keeps its statistics and its count."""
+    layer = separated(name)
+    exact = deepcopy(layer).double()
+    index = torch.tensor([1, 0, 0] * 12, device=DEVICE)
+    given: dict[str, Any] = {"branch": index}
+    if "class" in name:
+        given["label"] = torch.tensor([2, 0, 0, 2] * 9, device=DEVICE)
+    x = (torch.randn(36, 40, 4, 3, device=DEVICE) + 2).contiguous(memory_format=layout)
+    dy = torch.randn_like(x)
+    for m, t in ((layer, x), (exact, x.double())):  # statistics that are not those of the construction
+        m(3 * t, branch=1 - index, **{k: v for k, v in given.items() if k != "branch"})
+        m.train(training)
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy, **given)
+    close_to_exact(found, one_step(exact, x.double(), dy.double(), **given))
+    if training and "num_batches_tracked" in found:
+        assert found["num_batches_tracked"].tolist() == [2, 2, 0]
+
+
+@pytest.mark.parametrize("name", ["auxiliary", "sandwich", "batch group", "finer groups", "switchable"])
+def test_branches_of_samples_are_branches_apart(launches: str, name: str):
+    """The kernels serve the call, and do what they do for each branch's samples alone."""
+    layer, apart = separated(name), separated(name)
+    apart.load_state_dict(layer.state_dict())
+    index = torch.tensor([0, 1, 2, 0, 0, 1] * 6, device=DEVICE)
+    x = torch.randn(36, 40, 4, 3, device=DEVICE, requires_grad=True)
+    dy = torch.randn_like(x)
+    with normlab.backend("triton"):
+        y = layer(x, branch=index)
+        assert [getattr(r, "each", False) for r in layer._ready.values()] == [True]
+        whole = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+        outputs = [apart(x[index == k], branch=b) for k, b in enumerate(apart.branches or ())]
+        together = torch.cat(outputs)[torch.argsort(torch.argsort(index, stable=True))]
+        parts = torch.autograd.grad(together, (x, *apart.parameters()), dy)
+    assert_close(y, together, **SAME)
+    assert_close(list(whole), list(parts), rtol=1e-4, atol=1e-4)
+    assert_close(list(layer.buffers()), list(apart.buffers()), **SAME)
+
+
+def test_a_sample_alone_in_its_branch_is_refused_where_it_can_be_seen():
+    layer = normlab.AuxiliaryBatchNorm2d(4).to(DEVICE)
+    index = torch.tensor([0, 0, 1], device=DEVICE)
+    x = torch.randn(3, 4, 1, 1, device=DEVICE)
+    with normlab.backend("triton"):
+        layer(x, torch.tensor([0, 0, 0], device=DEVICE))
+        if DEVICE == "cpu":
+            with pytest.raises(ValueError, match="more than 1 value"):
+                layer(x, index)
+        else:  # nothing waits for the device
+            layer(x, index)
+        with pytest.raises(ValueError, match="more than 1 value"):
+            layer(x[:1], index[:1])
+
+
+def with_modes(number: int, **options: Any) -> normlab.Norm2d:
+    """A layer whose samples belong to several modes, and not to one of them alone."""
+    layer = normlab.Norm2d(40, f"modes({number})", **options)
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            if name == "gate_weight":
+                p.copy_(0.2 * torch.randn_like(p))
+                p -= p.mean(1, keepdim=True)
+            elif name != "gate_bias":
+                p.add_(torch.randn_like(p), alpha=0.3)
+        layer.running_mean.normal_(2)  # type: ignore[union-attr]
+        layer.running_var.uniform_(1, 3)  # type: ignore[union-attr]
+    return layer.to(DEVICE)
+
+
+def spread_samples(*shape: int) -> Tensor:
+    """Samples of different means and deviations."""
+    n, c = shape[:2]
+    x = torch.randn(shape) * (0.5 + torch.rand(n, c, 1, 1)) + torch.randn(n, c, 1, 1) + 2
+    return x.to(DEVICE)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_modes(launches: str, number: int, layout: torch.memory_format, training: bool):
+    """Against float64: gates, modes, their running statistics and every gradient; blocks of samples and channels."""
+    layer = with_modes(number)
+    exact = deepcopy(layer).double()
+    x = spread_samples(70, 40, 5, 3).contiguous(memory_format=layout)
+    dy = torch.randn_like(x)
+    layer.train(training)
+    exact.train(training)
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy)
+    assert [r is not None for r in layer._ready.values()] == [True]
+    close_to_exact(found, one_step(exact, x.double(), dy.double()))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("act", [None, "relu", "silu"])
+@pytest.mark.parametrize("affine", ["none", "branch", "class", "sandwich", "style"])
+def test_modes_with_every_affine_map_and_activation(affine: str, act: str | None, training: bool):
+    options: dict[str, Any] = {"affine": affine, "act": act}
+    given: dict[str, Any] = {"residual": torch.randn(6, 40, 3, 3, device=DEVICE)}
+    if affine in ("class", "sandwich"):
+        options["num_classes"], given["label"] = 4, torch.tensor([3, 0, 0, 2, 3, 0], device=DEVICE)
+    if affine == "branch":
+        options["branches"], given["branch"] = ("main", "aux"), "aux"
+    if affine == "style":
+        given["style"] = torch.randn(6, 40, 3, 3, device=DEVICE)
+    layer = with_modes(2, **options).train(training)
+    exact = deepcopy(layer).double()
+    x = spread_samples(6, 40, 3, 3)
+    dy = torch.randn_like(x)
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy, **given)
+    assert [r is not None for r in layer._ready.values()] == [True]
+    wide = {k: v.double() if t_is_leaf(v) else v for k, v in given.items()}
+    close_to_exact(found, one_step(exact, x.double(), dy.double(), **wide))
+
+
+def test_modes_that_the_kernels_leave_to_the_operators():
+    """Ghost batches, a branch for each sample, an average over all batches, another dtype of the statistics."""
+    index = torch.tensor([0, 1, 1, 0, 0, 1], device=DEVICE)
+    x = spread_samples(6, 40, 3, 3)
+    dy = torch.randn_like(x)
+    for options, given in (
+        ({"ghost": 3}, {}), ({"branches": ("main", "aux")}, {"branch": index}), ({"momentum": None}, {})
+    ):  # fmt: skip
+        layer = with_modes(2, **options)
+        exact = deepcopy(layer).double()
+        with normlab.backend("triton"):
+            found = one_step(layer, x, dy, **given)
+        close_to_exact(found, one_step(exact, x.double(), dy.double(), **given))
+
+
+def test_modes_far_from_zero():
+    """What tells modes and samples apart is not lost to the rounding of their means, beyond that of the row means."""
+    layer = with_modes(2)
+    exact = deepcopy(layer).double()
+    x = spread_samples(12, 40, 5, 5) + 1000
+    with normlab.backend("triton"):
+        y = layer(x)
+    # Row means are rounded by 3e-5; the gates weigh 40 of them.
+    assert_close(y, exact(x.double()), rtol=0, atol=5e-4, check_dtype=False)
+    assert_close(layer.running_var, exact.running_var, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+def test_modes_give_the_same_bits_each_time():
+    layer = with_modes(3)
+    x = spread_samples(9, 40, 6, 7).requires_grad_()
+    dy = torch.randn_like(x)
+    with normlab.backend("triton"), normlab.no_update(layer):
+        first, second = (torch.autograd.grad(layer(x), (x, *layer.parameters()), dy) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -369,3 +369,16 @@ def test_layers_with_other_branches_refuse_the_route():
     model = nn.Sequential(separated(), normlab.AuxiliaryBatchNorm2d(8, ("clean", "adversarial")))
     with pytest.raises(ValueError, match=r"no branch 'main'; .*clean, adversarial"):
         route(model, branch="main")
+
+
+def test_modes_of_one_branch_leave_the_others_alone():
+    """Their soft counts are a tensor also where the whole batch is of one branch."""
+    layer, plain = normlab.Norm2d(8, "modes(2)", branches=BRANCHES), normlab.ModeNorm2d(8)
+    plain.load_state_dict(
+        {n: p for n, p in layer.state_dict().items() if n in dict(plain.named_parameters())}, False
+    )
+    x = torch.randn(6, 8, 3, 3)
+    assert_close(layer(x, branch="aux"), plain(x))
+    for mine, other in zip(layer.buffers(), plain.buffers(), strict=True):
+        assert_close(mine[1], other)
+    assert layer.num_batches_tracked.tolist() == [0, 1]  # type: ignore[union-attr]

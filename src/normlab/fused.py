@@ -33,6 +33,8 @@ __all__ = [
     "Static",
     "backward_in_python",
     "closed_call",
+    "differentiate_again",
+    "for_kernels",
     "normalize",
     "prepare",
     "run",
@@ -100,6 +102,7 @@ class Kind(NamedTuple):
     second: int  # whose the second affine map is, see pool_kernels
     act: int
     residual: bool
+    table: int = 0  # rows of the table, where `second` is 4
 
 
 class Affine(NamedTuple):
@@ -110,9 +113,12 @@ class Affine(NamedTuple):
     weight2: Tensor | None = None  # [C], [K, C] or [N, C]
     bias2: Tensor | None = None
     label: Tensor | None = None  # [N], rows of [K, C]
+    table: tuple[Tensor, ...] = ()  # instead of weight2 and bias2: K weights [C], then K biases
 
     @property
     def second(self) -> int:
+        if self.table:
+            return 4
         if self.weight2 is None:
             return 0
         if self.label is not None:
@@ -121,6 +127,10 @@ class Affine(NamedTuple):
 
     def composed(self) -> tuple[Tensor | None, Tensor | None]:
         """One weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``."""
+        if self.table:
+            half = len(self.table) // 2
+            second = torch.stack(self.table[:half]), torch.stack(self.table[half:])
+            return Affine(self.weight, self.bias, *second, self.label).composed()
         terms = []
         if self.weight is not None and self.bias is not None:
             terms.append((self.weight, self.bias))
@@ -168,7 +178,8 @@ class Static:
             batch_programs = blocks if self.live else ceil(self.batch_cells, long)
         back_programs = batch_programs if self.live else 0
         affine_programs = ceil(c, _COLUMNS) if kind.shared or kind.second or kind.logits > 1 else 0
-        table_programs = n * ceil(c, _COLUMNS) if kind.second == 2 else 0
+        table_rows = {2: n, 4: kind.table}.get(kind.second, 0)
+        table_programs = table_rows * ceil(c, _COLUMNS)
         self.forward_floats = (
             (5 if self.reads else 3) * rows + 2 * self.sample_cells + 2 * self.batch_cells
             + (2 * width if kind.renorm else 0) + kind.segments
@@ -340,12 +351,12 @@ def run(
     mean_logits, var_logits = logits if logits else (None, None)
     of_layer = (affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits)
     return _Normalize.apply(
-        x, residual, *(_for_kernels(t, x) for t in of_layer),
-        prepared, given, rule_of, rows, affine.label, box, entry,
+        x, residual, *(for_kernels(t, x) for t in of_layer),
+        prepared, given, rule_of, rows, affine.label, box, entry, *affine.table,
     )  # fmt: skip
 
 
-def _for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
+def for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
     """``t`` as kernels read it, from an address on."""
     if t is not None and t.device != x.device:
         raise ValueError(
@@ -373,7 +384,10 @@ class _Normalize(torch.autograd.Function):
         label: Tensor | None,
         box: list[tuple[Static, Tensor]] | None,
         entry: Any,
+        *table: Tensor,
     ) -> Tensor:
+        if table:
+            weight2, bias2 = torch.stack(table).view(2, len(table) // 2, -1).unbind()
         beside = None if residual is None else like(residual, x, prepared.kind.shape.last)
         segment, mean, var, batches, numbers, branch = given
         if branch and not x.is_cuda:
@@ -409,18 +423,18 @@ class _Normalize(torch.autograd.Function):
                 entry, static,
                 (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, *stored),
             )  # fmt: skip
-        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
+        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, *table)
         ctx.static, ctx.work, ctx.given, ctx.rest = static, work, given, (rule_of, rows, label)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         static, given, (rule_of, rows, label) = ctx.static, ctx.given, ctx.rest
-        keep = (rule_of, rows)
-        return (
-            *_backward(static, keep, given, label, ctx.work, ctx.saved_tensors, ctx.needs_input_grad, dy),
-            *(None,) * 7,
+        needs = ctx.needs_input_grad
+        found = _backward(
+            static, (rule_of, rows), given, label, ctx.work, ctx.saved_tensors, (*needs[:8], *needs[15:]), dy
         )
+        return (*found[:8], *(None,) * 7, *found[8:])
 
 
 def backward_in_python(
@@ -436,13 +450,16 @@ def _backward(
     static: Static, keep: Any, given: Given, label: Tensor | None, work: Tensor, values: Sequence[Tensor | None],
     needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of ``values``: x, a residual, two affine maps, the logits of means and of variances."""
-    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = values
+    """Gradients of ``values``: x, a residual, two affine maps, the logits of means and of variances, and of the rows of
+    a table that the second map is made of."""
+    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, *table = values
     assert x is not None
     if torch.is_grad_enabled():  # create_graph=True
         rule_of, rows = keep
         rule = rule_of(static, work, given)
-        return _again(rule, rows, static.kind, given, label, values, needs, dy)
+        second = (None, None) if table else (weight2, bias2)
+        values = (x, residual, weight, bias, *second, mean_logits, var_logits, *table)
+        return differentiate_again(rule, rows, static.kind.act, given, label, values, needs, dy)
     kind, shape = static.kind, static.shape
     x = laid(x, shape.last)
     dy = like(dy, x, shape.last)
@@ -457,7 +474,7 @@ def _backward(
     if weight is not None:
         assert bias is not None
         d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
-    if weight2 is not None and label is not None:  # rows that no sample has get zero
+    if weight2 is not None and label is not None and not table:  # rows that no sample has get zero
         room = ceil(weight2.numel(), 16) * 16  # both begin at an address as kernels expect it
         both = weight2.new_zeros(2 * room)
         d_weight2, d_bias2 = (both.as_strided(weight2.shape, weight2.stride(), k) for k in (0, room))
@@ -487,24 +504,27 @@ def _backward(
     d_residual = None
     if kind.residual and needs[1]:
         d_residual = dy if inner is None else inner
+    if table:
+        assert d_weight2 is not None and d_bias2 is not None
+        rows_of_table = (*d_weight2.unbind(), *d_bias2.unbind())
+        return (dx, d_residual, d_weight, d_bias, None, None, d_mean, d_var, *rows_of_table)
     return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var)
 
 
-def _again(
-    rule: Rule, rows: Rows, kind: Kind, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
+def differentiate_again(
+    rule: Rule, rows: Rows, act: int, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
     needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the plain expression that can be differentiated again."""
     # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
     views = tuple(None if t is None else t.view_as(t) for t in values)
-    x, residual, weight, bias, weight2, bias2, *logits = views
+    x, residual, weight, bias, weight2, bias2, *logits = views[:8]
     assert x is not None
-    both = Affine(weight, bias, weight2, bias2, label).composed()
+    table = tuple(t for t in views[8:] if t is not None)
+    both = Affine(weight, bias, weight2, bias2, label, table).composed()
     y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
-    name = next(n for n, k in ACTIVATIONS.items() if k == kind.act)
+    name = next(n for n, k in ACTIVATIONS.items() if k == act)
     y = activate(y if residual is None else y + residual, name, given.numbers[7])
-    wanted = [v for v, n in zip(views, needs, strict=False) if n and v is not None]
+    wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
-    return tuple(
-        next(found) if n and v is not None else None for v, n in zip(views, needs[: len(views)], strict=True)
-    )
+    return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))

@@ -5,7 +5,7 @@ one after it, or both. A direction takes two passes: one for what is summed over
 coefficients together; each is a function of a program's number. Capitals are constexpr. Nothing uses atomics.
 
 SECOND says whose the second affine map is: 0 nobody's, 1 the batch's ``[C]``, 2 a row of a table ``[K, C]`` that
-``label [N]`` chooses, 3 each sample's own ``[N, C]``.
+``label [N]`` chooses, 3 each sample's own ``[N, C]``, 4 a row of a table of few rows, most of which ``label`` names.
 """
 
 # Triton's annotations describe its compiler, not Python: names bound under constexpr branches, static_range, constants.
@@ -28,7 +28,8 @@ def pool_forward(
 ):  # fmt: skip
     """Mean and variance of every pool: first the programs of the pool within samples, a program a cell; then the pool
     over the batch, ``BC`` statistics a program, or one where a statistic covers several rows (WIDE). Running
-    statistics that normalize are copied, ``BR`` a program: what backward reads must not move with the buffers."""
+    statistics that normalize are copied, ``BR`` a program: what backward reads must not move with the buffers. Those
+    that move are a row a segment; a segment without samples moves nothing and is not counted."""
     if HAS_S:
         if pid < sample_programs:
             per = R // sample_groups
@@ -90,15 +91,18 @@ def pool_forward(
                 var = tl.sum(tl.sum(acc, 1), 0) / count
                 tl.store(batch_mean + b, mean)
                 tl.store(batch_var + b, var)
+                seen = tl.sum(member, 0)
                 if g == 0:
-                    tl.store(members + seg, tl.sum(member, 0))
+                    tl.store(members + seg, seen)
+                    if UPDATE and HAS_SEG:
+                        tl.store(batches + seg, tl.load(batches + seg) + (seen > 0.0).to(tl.int64))
                 if UPDATE:
                     total = count * s
                     old_mean = tl.load(running_mean + b).to(tl.float32)
                     old_var = tl.load(running_var + b).to(tl.float32)
                     unbiased = var * (total / tl.maximum(total - 1.0, 1.0))
-                    tl.store(running_mean + b, old_mean + momentum * (mean - old_mean))
-                    tl.store(running_var + b, old_var + momentum * (unbiased - old_var))
+                    tl.store(running_mean + b, old_mean + momentum * (mean - old_mean), mask=seen > 0.0)
+                    tl.store(running_var + b, old_var + momentum * (unbiased - old_var), mask=seen > 0.0)
             else:
                 blocks = tl.cdiv(R, BC)
                 seg = b // blocks
@@ -131,8 +135,11 @@ def pool_forward(
                 at = seg * R + r
                 tl.store(batch_mean + at, mean2, mask=col)
                 tl.store(batch_var + at, var2, mask=col)
+                seen2 = tl.sum(member2, 0)
                 if b % blocks == 0:
-                    tl.store(members + seg, tl.sum(member2, 0))
+                    tl.store(members + seg, seen2)
+                    if UPDATE and HAS_SEG:
+                        tl.store(batches + seg, tl.load(batches + seg) + (seen2 > 0.0).to(tl.int64))
                 if RENORM:
                     done = tl.load(batches).to(tl.float32) - warmup
                     grown_r = tl.minimum(tl.maximum(done / tl.maximum(r_steps - warmup, 1.0), 0.0), 1.0)
@@ -152,11 +159,12 @@ def pool_forward(
                         tl.store(running_var + r, tl.maximum(new_std * new_std - eps, 0.0), mask=col)
                 elif UPDATE:
                     total = count2 * s
-                    old_mean = tl.load(running_mean + r, mask=col, other=0.0).to(tl.float32)
-                    old_var = tl.load(running_var + r, mask=col, other=0.0).to(tl.float32)
+                    old_mean = tl.load(running_mean + at, mask=col, other=0.0).to(tl.float32)
+                    old_var = tl.load(running_var + at, mask=col, other=0.0).to(tl.float32)
                     unbiased = var2 * (total / tl.maximum(total - 1.0, 1.0))
-                    tl.store(running_mean + r, old_mean + momentum * (mean2 - old_mean), mask=col)
-                    tl.store(running_var + r, old_var + momentum * (unbiased - old_var), mask=col)
+                    moves = col & (seen2 + tl.zeros((BC,), tl.float32) > 0.0)
+                    tl.store(running_mean + at, old_mean + momentum * (mean2 - old_mean), mask=moves)
+                    tl.store(running_var + at, old_var + momentum * (unbiased - old_var), mask=moves)
 
 
 @triton.jit
@@ -222,7 +230,7 @@ def _second(n, c, ok, weight2, bias2, label, C, SECOND: tl.constexpr):
     b = w - 1.0
     if SECOND > 0:
         at = c
-        if SECOND == 2:
+        if SECOND == 2 or SECOND == 4:
             at = tl.load(label + n).to(tl.int32) * C + c
         elif SECOND == 3:
             at = n * C + c
@@ -296,7 +304,7 @@ def pool_backward(
 
     Programs of the pool within samples, a program a cell; of the pool over the batch; of blocks of channels, which
     see all samples: affine maps and mixture weights; and of rows of a table of affine maps, a program for each sample
-    and block of channels, of which the first sample of a label sums for all of that label.
+    and block of channels, of which the first sample of a label sums for all of that label, or (SECOND 4) for each row.
     """
     if HAS_S:
         if pid < sample_programs:
@@ -476,14 +484,16 @@ def pool_backward(
             if HAS_B:
                 tl.store(d_logits + a * 2 * K + P_B, tl.sum(tl.sum(mix_b, 1), 0))
                 tl.store(d_logits + a * 2 * K + K + P_B, tl.sum(tl.sum(var_b, 1), 0))
-    if SECOND == 2:
+    if SECOND == 2 or SECOND == 4:
         if pid >= first_affine + affine_programs:
             blocks = tl.cdiv(C, BC)
             own = (pid - first_affine - affine_programs) // blocks
             c = ((pid - first_affine - affine_programs) % blocks) * BC + tl.arange(0, BC)
             col = c < C
             cc = tl.minimum(c, C - 1)
-            k = tl.load(label + own)
+            k = own.to(tl.int64)
+            if SECOND == 2:
+                k = tl.load(label + own).to(tl.int64)
             w1 = tl.zeros((BC,), tl.float32) + 1.0
             b1 = w1 - 1.0
             if SHARED:
@@ -497,7 +507,8 @@ def pool_backward(
                 n = n0 + i
                 nn = tl.minimum(n, N - 1)
                 mine = (n < N) & (tl.load(label + nn) == k)
-                before += (mine & (n < own)).to(tl.int32)
+                if SECOND == 2:
+                    before += (mine & (n < own)).to(tl.int32)
                 ok = mine[:, None] & col[None, :]
                 for p in range(parts):
                     r = cc * parts + p

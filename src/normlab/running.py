@@ -63,7 +63,7 @@ _snapshot.register_fake(torch.empty_like)
 def acceptable(
     seen: Sequence[Pooled], segments: Segments, branches: int | None, guard: torch.dtype | None
 ) -> Tensor | None:
-    """Which branches may move, ``[1, 1]`` or ``[branches, 1]``; None where all may.
+    """Which branches may move, ``[1, 1]`` where the batch has one, or ``[branches, 1]``; None where all may.
 
     ``guard`` is the dtype of the running statistics, in which all of the batch's must be finite.
     """
@@ -74,7 +74,8 @@ def acceptable(
         ok = torch.stack([torch.isfinite(t).all() for t in held]).all().reshape(1, 1)
     count = seen[0].count
     if isinstance(segments.branch, Tensor) or (isinstance(count, Tensor) and count.shape[0] == 1):
-        _, _, present = _average_segments(*seen[0][:3], segments.branch, branches or 1)
+        number = 1 if isinstance(segments.branch, int) else branches or 1
+        _, _, present = _average_segments(*seen[0][:3], segments.branch, number)
         present = present.any(1, keepdim=True)
         ok = present if ok is None else present & ok
     return ok

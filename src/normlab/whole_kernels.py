@@ -129,7 +129,7 @@ def forward(
                 p, work, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
                 weight, bias, weight2, bias2, label, renorm, batches,
                 C, R, rows, parts, sample_cells, sample_groups, batch_groups,
-                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, UPDATE, B,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, UPDATE and not HAS_SEG, B,
             )  # fmt: skip
         if MEET:
             _meet(counter)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..calibrate import Observer
     from ..engine import Rows
     from ..fused import Affine
-    from .ready import Quick, Ready
+    from .ready import Quick, Ready, ReadyModes
 
 __all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
 
@@ -155,7 +155,7 @@ class Norm(nn.Module):
         self.act = check_activation(act)
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
-        self._ready: dict[Any, Ready | Quick | None] = {}
+        self._ready: dict[Any, Ready | ReadyModes | Quick | None] = {}
         self.process_group: ProcessGroup | None = None
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
@@ -322,7 +322,9 @@ class Norm(nn.Module):
             found = plain_condition(self, condition, x)
             if found is None:
                 return None
-            label, branch = found[0], found[1] or 0
+            label, branch = found[0], 0 if found[1] is None else found[1]
+            if not isinstance(branch, int):
+                return None
         elif condition is not None:
             return None
         quick = self._ready.get(self._quick_key(x, branch, residual))
@@ -357,12 +359,14 @@ class Norm(nn.Module):
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None
     ) -> Tensor | None:
         """By the kernels for whole normalizers, where they have all that this call asks for."""
-        elsewhere = self.observer is not None or self.process_group is not None or running.in_backward()
-        if elsewhere or not isinstance(branch, int):
+        if self.observer is not None or self.process_group is not None or running.in_backward():
             return None
-        policy = self.policy
+        policy, each = self.policy, None
+        if isinstance(branch, Tensor):
+            branch = each = branch.contiguous()
+        place = -1 if isinstance(branch, Tensor) else branch
         key = (
-            x.shape, x.dtype, x.device, _layout(x), self._uses_batch(), branch, policy.update, policy.guard,
+            x.shape, x.dtype, x.device, _layout(x), self._uses_batch(), place, policy.update, policy.guard,
             self.momentum is None,
         )  # fmt: skip
         try:
@@ -377,12 +381,15 @@ class Norm(nn.Module):
             return None
         if self._run_shape is not None:
             self._check_run_shape(x, ready.live)
+        if each is not None and ready.live and not x.is_cuda:  # looking at the branches costs nothing there
+            spatial = prod(x.shape[2:])
+            check_counts(self, x, spatial, self._plans(x, spatial, each, True)[1])
         affine = self._two_affines(label, branch, style, x)
-        y = ready(self, x, affine, residual)
+        y = ready(self, x, affine, residual, each)
         if ready.update and ready.cut:
             self._set_run_shape(tuple(x.shape[2:]))
-        if (quick := ready.quick(self, x, affine, residual)) is not None:
-            self._ready[self._quick_key(x, branch, residual)] = quick
+        if each is None and (quick := ready.quick(self, x, affine, residual)) is not None:
+            self._ready[self._quick_key(x, place, residual)] = quick
         return y
 
     def __getstate__(self) -> dict[str, Any]:
@@ -469,7 +476,7 @@ class Norm(nn.Module):
             return buffer.unsqueeze(0)
         return buffer[branch : branch + 1] if isinstance(branch, int) else buffer.index_select(0, branch)
 
-    def _two_affines(self, label: Any, branch: int, style: Any, x: Tensor) -> Affine:
+    def _two_affines(self, label: Any, branch: int | Tensor, style: Any, x: Tensor) -> Affine:
         """The affine maps as the kernels take them: a shared one, then one of the batch, of labels or of samples."""
         from ..fused import Affine
 
@@ -487,6 +494,9 @@ class Norm(nn.Module):
             return Affine(*shared, *(select(t, label) for t in tables))  # type: ignore[arg-type]
         if last == "branch":
             assert self.branches is not None
+            if isinstance(branch, Tensor):
+                each: Any = (self.branch_weight, self.branch_bias)
+                return Affine(*shared, label=branch, table=tuple(t[b] for t in each for b in self.branches))
             name = self.branches[branch]
             pair = self.branch_weight[name], self.branch_bias[name]
             return Affine(*pair) if len(terms) == 1 else Affine(*shared, *pair)
@@ -554,7 +564,10 @@ class Norm(nn.Module):
         self._set_run_shape(tuple(x.shape[2:]), ok)
 
     def _update_in_kernel(self, segments: Sequence[Segments]) -> Update | None:
-        """Running statistics that a kernel may move on the way: one pool over the batch, one segment, no policy."""
+        """Running statistics that a kernel may move on the way: one pool over the batch, no ghosts, no policy.
+
+        All branches' where each sample has a branch of its own.
+        """
         policy = self.policy
         tracked = [k for k, names in enumerate(self._buffers_of) if names is not None]
         if len(tracked) != 1 or not policy.update or policy.guard or self.observer is not None:
@@ -562,15 +575,17 @@ class Norm(nn.Module):
         k = tracked[0]
         names, track, momentum = self._buffers_of[k], self._tracks[k], self._share()
         assert names is not None and track is not None
-        how = "deviation" if isinstance(self.statistics, Renorm) else "unbiased"
-        simple = segments[k].index is None and self.process_group is None and len(track.shape) == 1
+        how = {Renorm: "deviation", Modes: "total"}.get(type(self.statistics), "unbiased")
+        each = isinstance(segments[k].branch, Tensor)
+        whole = segments[k].number == (1 if self.branches is None or not each else len(self.branches))
+        simple = whole and self.process_group is None
         if momentum is None or track.how != how or not simple or running.in_backward():
             return None
         mean, var = (getattr(self, n) for n in names)
         batches = self.num_batches_tracked
         if mean.dtype != torch.float32 or not isinstance(batches, Tensor):
             return None
-        if self.branches is not None:
+        if self.branches is not None and not each:
             branch = segments[k].branch
             mean, var, batches = mean[branch], var[branch], batches[branch]
         return Update(mean, var, batches, momentum)

@@ -113,7 +113,7 @@ def first_condition(layer: Norm) -> str:
     )
 
 
-def plain_condition(layer: Norm, condition: Any, x: Tensor) -> tuple[Any, int | None] | None:
+def plain_condition(layer: Norm, condition: Any, x: Tensor) -> tuple[Any, int | Tensor | None] | None:
     """Label and branch, where the layer takes one of them and was given it in the form the engine takes; else None.
 
     What :func:`conditions` would find, without its checks of every other form: layers are called often.
@@ -126,11 +126,13 @@ def plain_condition(layer: Norm, condition: Any, x: Tensor) -> tuple[Any, int | 
     if name == "branch" and isinstance(condition, str):
         assert layer.branches is not None
         return (None, layer.branches.index(condition)) if condition in layer.branches else None
-    if name != "label" or not isinstance(condition, Tensor) or condition.dtype != torch.int64:
+    if name == "style" or not isinstance(condition, Tensor) or condition.dtype != torch.int64:
         return None
     # On a GPU the range is not looked at, which would wait for it.
     ready = condition.is_cuda and condition.device == x.device and condition.shape == x.shape[:1]
-    return (condition, None) if ready else None
+    if not ready:
+        return None
+    return (condition, None) if name == "label" else (None, condition)
 
 
 def conditions(layer: Norm, given: dict[str, Any], x: Tensor) -> tuple[Any, int | Tensor | None, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import host, running
+from .. import host, modes, running
 from ..activation import ACTIVATIONS, LEAK
 from ..engine import Coefficients, Moments, Rule, must_trace
 from ..fused import (
@@ -33,13 +33,13 @@ from ..fused import (
 )
 from ..launch import dense, shape_of
 from ..pools import Plan, Pooled, Segments
-from ..rules import Mixture, Renorm, Single, Sources
+from ..rules import Mixture, Modes, Renorm, Single, Sources
 from .checks import check_counts
 
 if TYPE_CHECKING:
     from .base import Norm
 
-__all__ = ["Quick", "Ready", "prepare"]
+__all__ = ["Quick", "Ready", "ReadyModes", "prepare"]
 
 _NATIVE = 1 << 24  # elements
 _hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
@@ -48,9 +48,11 @@ _hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignor
 class Ready:
     """One way of calling a layer, prepared."""
 
-    def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, update: bool) -> None:
+    def __init__(self, layer: Norm, x: Tensor, branch: int | Tensor, plans: Any, update: bool) -> None:
         rows, segments, made = plans
-        self.rows, self.plans, self.branch, self.update = rows, made, branch, update
+        self.each = isinstance(branch, Tensor)  # every sample has a branch of its own: each call gives them
+        self.rows, self.plans, self.update = rows, made, update
+        self.branch = branch if isinstance(branch, int) else 0
         self.statistics = layer.statistics
         self.live = layer._uses_batch()
         self.renorm = layer.statistics if isinstance(layer.statistics, Renorm) and self.live else None
@@ -61,24 +63,30 @@ class Ready:
         call = closed_call(self.sources)
         assert call is not None
         self.call, self.batch = call, None if call.batch is None else call.order[2]
-        self.segment = segments[self.batch].index if self.batch is not None and self.live else None
+        live_index = segments[self.batch].index if self.batch is not None and self.live else None
+        self.segment = None if self.each else live_index
         self.names = None if self.batch is None else layer._buffers_of[self.batch]
         self.reads_running = self.names is not None and (not self.live or update or self.renorm is not None)
-        number = 1 if self.batch is None else segments[self.batch].number
+        number = segments[self.batch].number if self.batch is not None and self.live else 1
+        branches = 1 if layer.branches is None else len(layer.branches)
+        mixed = self.batch is not None and (self.each or self.segment is not None)
         last = dense(x)[1]
         self.kind = Kind(
             shape_of(x, rows, last), call.own, 0 if call.sample is None else call.sample.groups,
-            0 if call.batch is None else call.batch.groups, self.live, number if self.live else 1,
-            self.segment is not None, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
-            self.renorm is not None, update, False, 0, 0, False,
+            0 if call.batch is None else call.batch.groups, self.live, branches if self.each and mixed else number,
+            mixed, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
+            self.renorm is not None, update, False, 0, 0, False, branches if self.each else 0,
         )  # fmt: skip
         self._kinds: dict[Any, tuple[Prepared, Any]] = {}
         self.native = _torch_is_quicker(self.kind)
 
-    def __call__(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Tensor:
+    def __call__(
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
+    ) -> Tensor:
+        """``of_each`` is the branch of each sample, ``[N]``, where each has its own."""
         if self._takes_native(layer, x, affine, residual):
             return self._batch_norm(layer, x, affine)
-        library = host.library(self.kind.shape.device)
+        library = None if self.each else host.library(self.kind.shape.device)
         key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
         found = self._kinds.get(key)
         if found is None:
@@ -103,7 +111,7 @@ class Ready:
             logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
         x = dense(x)[0]
         if entry is not None:
-            weight, bias, weight2, bias2, label = affine
+            weight, bias, weight2, bias2, label, _ = affine
             mean_logits, var_logits = logits or (None, None)
             y = entry(
                 x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, self.segment, label,
@@ -111,7 +119,8 @@ class Ready:
             )  # fmt: skip
             if y is not None:
                 return y
-        given = Given(self.segment, mean, var, batches, (share, eps, *self.bounds), self.branch)
+        segment = self.segment if of_each is None else of_each
+        given = Given(segment, mean, var, batches, (share, eps, *self.bounds), self.branch)
         return run(x, prepared, given, self.rule, self.rows, affine, logits, residual, entry=entry)
 
     def _takes_native(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> bool:
@@ -176,14 +185,19 @@ class Ready:
         eps = given.numbers[1]
         if self.renorm is not None:
             return _Corrected(self.plans[0], work, static, eps)
-        found: list[Any] = [None] * len(self.plans)
-        live = [True] * len(self.plans)
+        plans = self.plans
+        found: list[Any] = [None] * len(plans)
+        live = [True] * len(plans)
+        segments = Segments()
+        if self.each:
+            segments = Segments(static.kind.segments, given.segment)
+            plans = tuple(Plan(p.pool, self.rows, segments) for p in plans)
         if self.batch is not None and not self.live:
             mean, var, _ = batch_views(static, work)
-            spread = Plan(self.plans[self.batch].pool, self.rows, Segments())
-            found[self.batch] = tuple(spread.expand(t.unsqueeze(0)) for t in (mean, var))
+            spread = Plan(plans[self.batch].pool, self.rows, segments)
+            found[self.batch] = tuple(spread.expand(t.reshape(static.kind.segments, -1)) for t in (mean, var))
             live[self.batch] = False
-        sources = self.sources._replace(running=tuple(found), live=tuple(live), eps=eps)
+        sources = self.sources._replace(plans=plans, running=tuple(found), live=tuple(live), eps=eps)
         return self.statistics.rule(sources)
 
 
@@ -277,6 +291,57 @@ def _torch_is_quicker(kind: Kind) -> bool:
     return plain and one and shape.rows * shape.s <= _NATIVE and (shape.last or shape.c >= 512)
 
 
+class ReadyModes:
+    """One way of calling mode norm, prepared."""
+
+    cut = each = False
+
+    def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, live: bool, update: bool) -> None:
+        self.rows, _, self.plans = plans
+        self.branch, self.live, self.update = branch, live, update
+        assert isinstance(layer.statistics, Modes)
+        self.statistics = layer.statistics
+        shape = shape_of(x, self.rows, dense(x)[1])
+        self.kind = modes.Kind(shape, layer.statistics.number, live, update, False, 0, 0, False)
+        self._kinds: dict[Any, modes.Prepared] = {}
+
+    def __call__(
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
+    ) -> Tensor:
+        assert of_each is None
+        if affine.label is not None:  # rows of a table, as each sample's own
+            chosen = Affine(None, None, *affine[2:]).composed()
+            affine = Affine(affine.weight, affine.bias, *chosen)
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None)
+        prepared = self._kinds.get(key)
+        if prepared is None:
+            shared, second, act, beside = key
+            prepared = self._kinds[key] = modes.prepare(
+                self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
+            )
+        mean = var = batches = None
+        if self.update or not self.live:
+            mean, var, batches = (
+                layer._buffers[n] for n in ("running_mean", "running_var", "num_batches_tracked")
+            )
+            assert mean is not None and var is not None and batches is not None
+            if layer.branches is not None:
+                mean, var, batches = mean[self.branch], var[self.branch], batches[self.branch]
+        share = layer.momentum if self.update else None
+        numbers = (0.0 if share is None else float(share), float(layer.eps), *bounds_of(None), LEAK)
+        gate = layer._parameters["gate_weight"], layer._parameters["gate_bias"]
+        given = Given(None, mean, var, batches, numbers)
+        return modes.run(dense(x)[0], prepared, given, self.rule, self.rows, affine, gate, residual)  # type: ignore[arg-type]
+
+    def quick(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Quick | None:
+        """Nothing: the compiled host path does not have these kernels."""
+
+    def rule(self, static: modes.Static, work: Tensor, given: Given) -> Rule:
+        """The rule as it was in a forward pass, to differentiate it again."""
+        found = None if self.live else modes.mode_views(static, work)
+        return self.statistics.rule(Sources(self.plans, (found,), (self.live,), None, given.numbers[1]))
+
+
 class _Corrected:
     """Batch renorm with the correction that a forward pass made."""
 
@@ -292,9 +357,11 @@ class _Corrected:
         return Coefficients(self.plan.expand(pooled.mean), scale * self.ratio, self.move), [pooled]
 
 
-def prepare(layer: Norm, x: Tensor, branch: int) -> Ready | None:
+def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes | None:
     """What serves calls of ``layer`` like this one; None where whole kernels do not have all that it asks for."""
     statistics, live = layer.statistics, layer._uses_batch()
+    if isinstance(statistics, Modes):
+        return None if isinstance(branch, Tensor) else _prepare_modes(layer, x, branch, live)
     simple = isinstance(statistics, Renorm) or (
         isinstance(statistics, Single) and (live or not statistics.example_weight)
     )
@@ -311,6 +378,8 @@ def prepare(layer: Norm, x: Tensor, branch: int) -> Ready | None:
         segments[0].index is not None or (live and not layer.track_running_stats)
     ):
         return None
+    if isinstance(branch, Tensor) and any(s.index is not None and s.index is not branch for s in segments):
+        return None  # ghost batches of each branch
     if live:
         check_counts(layer, x, spatial, segments)
     moves = live and layer.track_running_stats and layer.policy.update
@@ -318,3 +387,19 @@ def prepare(layer: Norm, x: Tensor, branch: int) -> Ready | None:
     if moves and update is None:
         return None
     return Ready(layer, x, branch, plans, update is not None)
+
+
+def _prepare_modes(layer: Norm, x: Tensor, branch: int, live: bool) -> ReadyModes | None:
+    if layer._predictor or layer.process_group is not None:
+        return None
+    spatial = prod(x.shape[2:])
+    plans = layer._plans(x, spatial, branch, live)
+    segments = plans[1]
+    if segments[0].index is not None:  # ghost batches
+        return None
+    if live:
+        check_counts(layer, x, spatial, segments)
+    moves = live and layer.track_running_stats and layer.policy.update
+    if moves and layer._update_in_kernel(segments) is None:
+        return None
+    return ReadyModes(layer, x, branch, plans, live, moves)
