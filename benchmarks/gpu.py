@@ -244,6 +244,11 @@ def main() -> None:
         )
         return
     torch.manual_seed(0)
+    try:
+        normlab.build_host()
+    except RuntimeError as error:
+        print(error)
+    print(normlab.host_status())
     rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s")
     names = arguments.only.split(",")
