@@ -113,6 +113,7 @@ def test_parts_of_a_batch_add_up_to_its_gradient():
         {"norm": "sparse_switchable", "epochs": 6},
         {"momentum": 0.0, "schedule": "step", "milestones": (1,), "label_smoothing": 0.1},
         {"precision": "bf16", "decay_all": False, "nesterov": True},
+        {"model": "small", "depth": 0, "channels_last": True},
     ],
     ids=lambda c: "-".join(map(str, c.values())) or "plain",
 )
@@ -438,8 +439,10 @@ def test_a_step_that_cannot_be_captured_runs_as_usual():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_resuming_on_the_gpu_gives_the_numbers_of_a_whole_run(tmp_path):
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_resuming_on_the_gpu_gives_the_numbers_of_a_whole_run(last, tmp_path):
     data, settings = tiny_data(400, side=8), Settings(model="small", epochs=3, batch_size=32, ema=0.9)
+    settings = replace(settings, channels_last=last)
     whole = trained(settings, data, device="cuda")[1]
 
     class Stop(Watcher):

@@ -24,9 +24,9 @@ __all__ = ["app"]
 Given = dict[str, str]  # settings by name, as texts of the command line
 
 Norms = Annotated[
-    str | None, typer.Option(help="Normalizers with commas: none,batch,group(8).", metavar="NAMES")
+    str | None, typer.Option("--norms", help="Normalizers with commas: none,batch,group(8).", metavar="NAMES")
 ]
-Seeds = Annotated[str | None, typer.Option(help="How many, 3, or which, 0,2,5.", metavar="SEEDS")]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="How many, 3, or which, 0,2,5.", metavar="SEEDS")]
 Out = Annotated[Path | None, typer.Option(help="Folder for everything that is made.")]
 DataName = Annotated[
     str | None, typer.Option("--data", help="Data set, by name, or folder:PATH.", metavar="NAME")
@@ -84,7 +84,8 @@ def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: b
         inspect_.Parameter(
             name, inspect_.Parameter.KEYWORD_ONLY, default=None,
             annotation=Annotated[str | None, typer.Option(
-                help=f"{HELP[name][0].upper()}{HELP[name][1:]}.", metavar="VALUE", rich_help_panel=panel,
+                f"--{name.replace('_', '-')}", help=f"{HELP[name][0].upper()}{HELP[name][1:]}.", metavar="VALUE",
+                rich_help_panel=panel,
             )],
         )
         for name in names

@@ -585,7 +585,12 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) 
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for name, value in state.items():
         index, _, key = name.partition(".")
-        optimizer.state[params[int(index)]][key] = value
+        param = params[int(index)]
+        if (
+            value.shape == param.shape
+        ):  # files do not keep the layout of memory, and a fused step needs the same one
+            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+        optimizer.state[param][key] = value
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
