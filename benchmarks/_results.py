@@ -41,11 +41,19 @@ def cpu() -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as f:
+        return list(csv.DictReader(f))
+
+
 def write(rows: list[dict[str, Any]], out: Path, extra: dict[str, object]) -> None:
     """``rows``, each with ``extra``, as a CSV."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=out.parent, delete=False, newline="") as f:
-        table = csv.DictWriter(f, [*rows[0], *extra], restval="")
+        table = csv.DictWriter(f, list(dict.fromkeys(k for row in rows for k in (*row, *extra))), restval="")
         table.writeheader()
         table.writerows({**row, **extra} for row in rows)
     os.chmod(f.name, 0o644)

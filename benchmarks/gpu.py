@@ -4,7 +4,8 @@
 
 All candidates of a cell (shape, dtype, layout) run in one process, interleaved. Eager time includes the host; the
 captured graph does not. ``limit_share`` is 8 tensor passes (3 forward, 5 backward) at the copy rate measured in the
-same run, over the captured-graph time. Errors are against the same layer in float64, beside nn.BatchNorm2d's own.
+same run, over the captured-graph time. A part of the cells (``--shapes``, ``--dtypes``, ``--layouts``) replaces those
+rows of the file and leaves the others. Errors are against the same layer in float64, beside nn.BatchNorm2d's own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton
 from torch import Tensor, nn
 
 import normlab
-from _results import machine, write
+from _results import machine, read, write
 from layers import CASES, Naive
 
 SHAPES = [
@@ -258,18 +259,38 @@ def main() -> None:
         copy_tb_per_s=round(rate / 1e12, 2),
         triton=triton.__version__,
     )
-    rows: list[dict] = []
-    for i in arguments.shapes:
-        for dtype in arguments.dtypes.split(","):
-            for layout in arguments.layouts.split(","):
-                last = layout == "channels_last"
-                rows += measure(SHAPES[i], getattr(torch, dtype), last, names, rate, arguments.quick)
-                write(
-                    rows, arguments.out, device
-                )  # what is measured is kept, also where the rest is interrupted
+    cells = [
+        (SHAPES[i], dtype, layout)
+        for i in arguments.shapes
+        for dtype in arguments.dtypes.split(",")
+        for layout in arguments.layouts.split(",")
+    ]
+    for shape, dtype, layout in cells:
+        start = time.perf_counter()
+        last = layout == "channels_last"
+        keep(measure(shape, getattr(torch, dtype), last, names, rate, arguments.quick), arguments.out, device)
+        print(f"{time.perf_counter() - start:.0f} s", flush=True)
     if arguments.model:
-        rows += resnet_steps()
-    write(rows, arguments.out, device)
+        keep(resnet_steps(), arguments.out, device)
+
+
+def keep(rows: list[dict], out: Path, device: dict[str, object]) -> None:
+    """Write the rows of a cell; what the file has of other cells stays, each row with the commit it was measured at."""
+
+    def cell(row: dict) -> tuple[str, ...]:
+        return tuple(row[name] for name in ("shape", "dtype", "layout"))
+
+    done = {cell(row) for row in rows}
+    found = [r for r in read(out) if cell(r) not in done] + [{**row, **device} for row in rows]
+    order = {"x".join(map(str, shape)): i for i, shape in enumerate(SHAPES)}
+    found.sort(
+        key=lambda r: (
+            order.get(r["shape"], len(order)),
+            r["dtype"] != "float32",
+            r["layout"] != "contiguous",
+        )
+    )
+    write(found, out, {})
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ these are hours of trainings.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
-from _results import machine, write
+from _results import machine, read, write
 
 
 def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
@@ -47,12 +46,9 @@ def main() -> None:
         print("no folders of `normlab reproduce` given; see --help")
         return
     new = [row for folder in arguments.folders for row in rows_of(folder, arguments.commit)]
-    old: list[dict[str, Any]] = []
-    if arguments.out.exists():
-        with arguments.out.open(newline="") as f:
-            old = [dict(row) for row in csv.DictReader(f)]
     again = {row["table"] for row in new}
-    write([row for row in old if row["table"] not in again] + new, arguments.out, {})
+    old = [row for row in read(arguments.out) if row["table"] not in again]
+    write(old + new, arguments.out, {})
 
 
 if __name__ == "__main__":

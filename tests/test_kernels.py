@@ -6,6 +6,7 @@ splits and blocks are a few rows of their own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -187,15 +188,29 @@ def test_autocast_takes_the_kernels_and_moves_the_statistics():
     assert int(layer.num_batches_tracked) == 1  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["whole", "steps"])
-def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["one", "several"])
+def launches(request: pytest.FixtureRequest) -> Iterator[str]:
     """One launch a direction, in which programs wait for each other, or one for each pass."""
-    from normlab import fused, modes
+    with normlab.backend(launches=request.param):
+        yield request.param
 
-    monkeypatch.setattr(fused, "_WHOLE", 1 << 40 if request.param == "whole" else 0)
-    fused.prepare.cache_clear()
-    modes.prepare.cache_clear()
-    return request.param
+
+def test_the_number_of_launches_is_chosen_by_a_scope():
+    from normlab.backend import one_launch
+
+    layer = normlab.SwitchNorm2d(4).to(DEVICE)
+    x = torch.randn(2, 4, 3, 3, device=DEVICE)
+    found = []
+    for number in ("one", "several", "one"):
+        with normlab.backend("triton", launches=number), normlab.backend(host="python"):
+            assert one_launch() == (number == "one")
+            found.append(layer.eval()(x))
+    assert torch.equal(found[0], found[1])
+    with (
+        pytest.raises(ValueError, match=r"launches are 'one' or 'several'.*'two'"),
+        normlab.backend(launches="two"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])

@@ -5,8 +5,9 @@ and :func:`backend` force either. ``triton`` on the CPU needs Triton's interpret
 how tests reach the kernels without a GPU.
 
 Small inputs take one launch a direction, whose programs wait for each other: least work for the host. In a CUDA graph
-the host has none, and a launch for each pass is quicker; :func:`launches` and ``NORMLAB_LAUNCHES`` choose, ``one`` or
-``several``. Processes that share a GPU through CUDA's MPS need ``several``: programs that wait must all be running.
+the host has none, and a launch for each pass is quicker; ``NORMLAB_LAUNCHES`` and ``backend(launches=...)`` choose,
+``one`` or ``several``. Processes that share a GPU through CUDA's MPS need ``several``: programs that wait must all be
+running.
 
 Also which host launches the kernels: Python, or a C++ extension that is built on first use (:mod:`normlab.host`).
 ``NORMLAB_HOST=python`` or ``compiled`` and ``backend(..., host=...)`` force either.
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,27 +31,42 @@ from ._text import nearest
 if TYPE_CHECKING:
     from .engine import Rows
 
-__all__ = ["backend", "chosen", "chosen_host", "kernels_serve", "launches", "one_launch"]
+__all__ = ["backend", "chosen", "chosen_host", "kernels_serve", "one_launch"]
 
 _NAMES = ("auto", "torch", "triton")
 _HOSTS = ("auto", "python", "compiled")
 _LAUNCHES = ("one", "several")
-# Back end and host, where a scope has chosen them.
-_chosen: ContextVar[tuple[str, str | None] | None] = ContextVar("normlab_backend", default=None)
-_launches: ContextVar[str | None] = ContextVar("normlab_launches", default=None)
+
+
+class _Scope(NamedTuple):
+    """What was chosen; None is left to the environment."""
+
+    name: str | None = None
+    host: str | None = None
+    launches: str | None = None
+
+
+_chosen: ContextVar[_Scope] = ContextVar("normlab_backend", default=_Scope())  # noqa: B039  # it is immutable
 
 
 @contextmanager
-def backend(name: str, *, host: str | None = None) -> Iterator[None]:
+def backend(
+    name: str | None = None, *, host: str | None = None, launches: str | None = None
+) -> Iterator[None]:
     """Within it, run on ``"torch"`` operators or ``"triton"`` kernels, or choose by device (``"auto"``).
 
     ``host`` says what launches the kernels: ``"python"``, ``"compiled"`` (built now if need be; an error where it
-    cannot be), or ``"auto"``: compiled on CUDA as soon as it is built.
+    cannot be), or ``"auto"``: compiled on CUDA as soon as it is built. ``launches`` says whether small inputs take
+    ``"one"`` launch a direction or ``"several"``, which is quicker in a captured graph and needed under CUDA's MPS.
+    What is left out stays as it is outside.
     """
     outer = _chosen.get()
-    if host is None:
-        host = None if outer is None else outer[1]
-    token = _chosen.set((_known(name), None if host is None else _known_host(host)))
+    inner = _Scope(
+        outer.name if name is None else _known(name),
+        outer.host if host is None else _known_host(host),
+        outer.launches if launches is None else _known_launches(launches),
+    )
+    token = _chosen.set(inner)
     try:
         yield
     finally:
@@ -83,18 +99,9 @@ def _from_environment() -> str:
     return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
 
 
-@contextmanager
-def launches(number: str) -> Iterator[None]:
-    """Within it, kernels for inputs that were not met before take ``"one"`` launch a direction or ``"several"``."""
-    token = _launches.set(_known_launches(number))
-    try:
-        yield
-    finally:
-        _launches.reset(token)
-
-
 def one_launch() -> bool:
-    return (_launches.get() or _launches_from_environment()) == "one"
+    """Whether small inputs take one launch a direction."""
+    return (_chosen.get().launches or _launches_from_environment()) == "one"
 
 
 def _known_launches(number: str) -> str:
@@ -118,16 +125,14 @@ chosen = _chosen.get  # what a scope has chosen, to tell calls in different scop
 
 def chosen_host() -> str:
     """Which host path is asked for."""
-    scope = _chosen.get()
-    return _host_from_environment() if scope is None or scope[1] is None else scope[1]
+    return _chosen.get().host or _host_from_environment()
 
 
 def kernels_serve(x: Tensor, rows: Rows | None = None) -> bool:
     """Whether the Triton kernels take ``x`` (cut into ``rows``); compilers trace the plain expression instead."""
     if torch.compiler.is_compiling():
         return False
-    scope = _chosen.get()
-    name = _from_environment() if scope is None else scope[0]
+    name = _chosen.get().name or _from_environment()
     if name == "torch" or (rows is not None and rows.cuts) or x.dtype == torch.float64 or not x.numel():
         return False
     return name == "triton" or (x.is_cuda and _has_triton())

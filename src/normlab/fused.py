@@ -247,7 +247,7 @@ class Prepared:
         self._statics: dict[Any, Static] = {}
 
     def static(self, types: tuple[torch.dtype, ...], places: Sequence[int]) -> Static:
-        key = (types, tuple([p & 15 == 0 for p in places]))
+        key = (types, tuple([p & 15 == 0 for p in places]), one_launch())
         found = self._statics.get(key)
         if found is None:
             found = self._statics[key] = Static(self.kind)

@@ -85,9 +85,10 @@ class Prepared:
         self._statics: dict[Any, Static] = {}
 
     def static(self, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...]) -> Static:
-        found = self._statics.get((types, aligned))
+        key = (types, aligned, one_launch())
+        found = self._statics.get(key)
         if found is None:
-            found = self._statics[(types, aligned)] = Static(self.kind)
+            found = self._statics[key] = Static(self.kind)
         return found
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import calibrate, fuse
-from ..backend import launches
+from ..backend import backend
 from ..layers import Norm, SwitchNorm
 from .errors import LabError
 from .ranks import ALONE, Ranks, Share
@@ -108,7 +108,7 @@ def fit(
     if settings.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
-    several = launches("several") if settings.capture and device.type == "cuda" else nullcontext()
+    several = backend(launches="several") if settings.capture and device.type == "cuda" else nullcontext()
     with arithmetic(settings.precision), _own_random_numbers(device), several:
         trainer = _Trainer(model, recipe, ctx, watch, ranks)
         history = ranks.given(lambda: trainer.resume(folder))

@@ -367,7 +367,7 @@ class Norm(nn.Module):
         place = -1 if isinstance(branch, Tensor) else branch
         key = (
             x.shape, x.dtype, x.device, _layout(x), self._uses_batch(), place, policy.update, policy.guard,
-            self.momentum is None,
+            self.momentum is None, chosen(),
         )  # fmt: skip
         try:
             ready: Any = self._ready[key]
