@@ -50,8 +50,15 @@ def write_tables(app: Any) -> None:
             table.writerow(["", *shapes])
             for normalizer in dict.fromkeys(r["normalizer"] for r in rows):
                 # Times become ratios to nn.BatchNorm2d in the same cell; ratios stay.
-                ratios = (found[normalizer, s] / found.get(("nn.BatchNorm2d", s), 1.0) for s in shapes)
-                table.writerow([normalizer.replace("_", " "), *(f"{r:.2f}" for r in ratios)])
+                ratios = (
+                    found[normalizer, s] / found.get(("nn.BatchNorm2d", s), 1.0)
+                    if (normalizer, s) in found
+                    else None
+                    for s in shapes
+                )
+                shown = ("" if r is None else f"{r:.2f}" for r in ratios)
+                table.writerow([normalizer.replace("_", " "), *shown])
+            table.writerow(["commit", *({r["shape"]: r["commit"] for r in rows}[s] for s in shapes)])
 
 
 def write_reproductions(app: Any) -> None:
