@@ -2,9 +2,10 @@
 
     python benchmarks/lab.py --out benchmarks/lab.csv
 
-On a GPU: an epoch of VGG8 on 50,000 images of CIFAR's size with augmentation and test pass, the step captured, and BIM
-with 20 steps on 10,000 images. Anywhere: all 19 corruptions at 5 severities on 10,000 images. Times do not depend on
-what the images show, so random ones serve.
+On a GPU: an epoch of VGG8 on 50,000 images of CIFAR's size with augmentation and test pass, the step captured; of
+WRN-28-2 with RandAugment, and with Weak Augment in two forward passes and in one; and BIM with 20 steps on 10,000
+images. Anywhere: all 19 corruptions at 5 severities on 10,000 images. Times do not depend on what the images show, so
+random ones serve. Rows of other devices in the file stay.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from _results import cpu, machine, write
+from _results import cpu, machine, read, write
 from normlab.lab import Data, Images, Settings, build, fit, measure
 from normlab.lab.corruptions import CORRUPTIONS, corrupt
 
@@ -30,15 +32,37 @@ def random_cifar(train: int, test: int) -> Data:
     return Data("cifar10", images(train), images(test), classes, (0.49, 0.48, 0.45), (0.2, 0.2, 0.2), True, 4)
 
 
+STRONG = "randaugment(n=3, m=4)"
+TRAININGS: list[tuple[str, dict[str, Any]]] = [
+    *(("VGG8", {"model": "vgg8", "norm": norm, "lr": 0.01}) for norm in NORMS),
+    *(
+        (
+            f"WRN-28-2, bfloat16, {what}",
+            {"model": "wrn-28-2", "norm": norm, "recipe": recipe, "precision": "bf16"},
+        )
+        for what, norm, recipe in (
+            ("RandAugment", "batch", f"augmented({STRONG})"),
+            ("Weak Augment, two passes", "auxiliary", f"streams(main=cutout, aux={STRONG})"),
+            ("Weak Augment, one pass", "auxiliary", f"streams(main=cutout, aux={STRONG}, forward=one)"),
+        )
+    ),
+]
+
+
 def epochs() -> list[dict]:
     """Seconds of an epoch after the first, which compiles and captures."""
     data, rows = random_cifar(50000, 10000), []
-    for norm in NORMS:
-        settings = Settings(data="cifar10", model="vgg8", norm=norm, epochs=4, batch_size=128, lr=0.01)
-        history = fit(build("vgg8", data, norm, seed=0), data, settings, device="cuda")
+    for what, own in TRAININGS:
+        settings = Settings(data="cifar10", epochs=4, batch_size=128, channels_last=True, **own)
+        model = build(settings.model, data, settings.norm, seed=0)
+        history = fit(model, data, settings, device="cuda")
         seconds = sorted(line["seconds"] for line in history.epochs[1:])
         rows.append(
-            {"what": "epoch, VGG8, 50,000 images, batch 128", "norm": norm, "seconds": round(seconds[1], 3)}
+            {
+                "what": f"epoch, {what}, 50,000 images, batch 128",
+                "norm": settings.norm,
+                "seconds": round(seconds[1], 3),
+            }
         )
     return rows
 
@@ -85,9 +109,11 @@ def main() -> None:
     if device == "cuda":
         rows += epochs() + attacks()
     for row in rows:
-        print("{what:45} {norm:12} {seconds} s".format(**row))
+        print("{what:66} {norm:12} {seconds} s".format(**row))
     name = torch.cuda.get_device_name() if device == "cuda" else cpu()
-    write(rows, arguments.out, machine(name, arguments.commit))
+    others = [row for row in read(arguments.out) if row["device"] != name]
+    here = machine(name, arguments.commit)
+    write([*others, *({**row, **here} for row in rows)], arguments.out, {})
 
 
 if __name__ == "__main__":
