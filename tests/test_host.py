@@ -121,6 +121,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
         ("aux",),
     ),
     "BRN": (lambda: normlab.BatchRenorm2d(6), ()),
+    "Mode": (lambda: normlab.ModeNorm2d(6), ()),
+    "SepMode": (lambda: normlab.Norm2d(6, "modes(3)", branches=("main", "aux")), ("aux",)),
     "AdaIN": (lambda: normlab.AdaptiveInstanceNorm2d(6), (torch.ones(4, 6, 2, 2, device=DEVICE).cumsum(2),)),
     "ghost": (lambda: normlab.Norm2d(6, "batch/ghost=2", track_running_stats=False), ()),
     "none": (lambda: normlab.Norm2d(6, "batch", affine="none"), ()),
@@ -580,7 +582,7 @@ def test_parameters_are_those_of_the_signature_and_of_the_ptx():
     fixed = (5, 1, 1 << 40, 256)
     launch: Any = SimpleNamespace(device=0, ready=made_kernel(TYPES, PTX), fixed=fixed, grid=9, meet=False)
     slots = ((0, 0, 0), (0, 1, 0), (1, 0, 0), (2, 0, 5), (3, 0, 1 << 40), (4, 0, 0), (4, 0, 0))
-    assert host._described(launch, 1, 1) == (77, 9, 128, 128, False, slots)
+    assert host._described(launch, range(2), range(1)) == (77, 9, 128, 128, False, slots)
     for change in (
         {"ready": made_kernel(TYPES, PTX, num_ctas=2)},
         {"ready": made_kernel(TYPES, PTX, launch_pdl=True)},
@@ -592,7 +594,7 @@ def test_parameters_are_those_of_the_signature_and_of_the_ptx():
         {"ready": None},
         {"meet": True},
     ):
-        assert host._described(SimpleNamespace(**{**vars(launch), **change}), 1, 1) is None  # type: ignore[arg-type]
+        assert host._described(SimpleNamespace(**{**vars(launch), **change}), range(2), range(1)) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

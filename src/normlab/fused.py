@@ -156,9 +156,10 @@ class Given(NamedTuple):
 class Static:
     """Sizes and launches of a kind of call."""
 
-    plan: Any = (
-        None  # the same for the compiled host path, once Python has run it; False where that cannot be
-    )
+    # The same for the compiled host path, once Python has run it; False where that cannot be.
+    plan: Any = None
+    # Of what that path has, the tensors and numbers that the kernels of each direction take: all.
+    taken = ((range(17), range(8)), (range(23), range(2)))
 
     def __init__(self, kind: Kind) -> None:
         shape = kind.shape
@@ -223,6 +224,12 @@ class Static:
         # Nothing but dx is wanted, and no statistic depends on x: no sums are needed. And where dx is not wanted.
         self.backward_of_x = self._launches(whole_kernels.backward, (0, 0, 0, *back[3:]), backward)
         self.backward_of_parameters = self._launches(whole_kernels.backward, (*back[:4], 0), backward)
+
+    def differentiate(
+        self, keep: Any, given: Given, label: Tensor | None, work: Tensor, values: Sequence[Tensor | None],
+        needs: Sequence[bool], dy: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return _backward(self, keep, given, label, work, values, needs, dy)
 
     def _launches(self, kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...]) -> list[Launch]:
         """One launch that meets between passes, or one for each pass; a pass without programs is left out."""
@@ -438,12 +445,12 @@ class _Normalize(torch.autograd.Function):
 
 
 def backward_in_python(
-    static: Static, keep: Any, numbers: tuple[float, ...], segment: Tensor | None, label: Tensor | None, work: Tensor,
+    static: Any, keep: Any, numbers: tuple[float, ...], segment: Tensor | None, label: Tensor | None, work: Tensor,
     values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """What the compiled host path calls to record a graph through backward, and to have kernels compiled."""
     given = Given(segment, None, None, None, numbers)
-    return _backward(static, keep, given, label, work, values, needs, dy)
+    return static.differentiate(keep, given, label, work, values, needs, dy)
 
 
 def _backward(
@@ -500,7 +507,7 @@ def _backward(
     for launch in launches:
         launch(tensors, places, numbers)
     if static.plan:
-        host.learn_launches(static, which, launches, 22, 2)
+        host.learn_launches(static, which, launches)
     d_residual = None
     if kind.residual and needs[1]:
         d_residual = dy if inner is None else inner

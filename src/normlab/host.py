@@ -31,7 +31,7 @@ from .backend import chosen_host
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .fused import Static
+    from . import fused, modes
     from .launch import Launch
 
 __all__ = ["build_host", "host_status"]
@@ -225,7 +225,7 @@ def _build(how: str) -> subprocess.Popen[bytes]:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def learn(entry: Any, static: Static, tensors: Sequence[Tensor | None]) -> None:
+def learn(entry: Any, static: fused.Static | modes.Static, tensors: Sequence[Tensor | None]) -> None:
     """Have ``entry`` serve calls like this one, whose forward kernels Python has just run."""
     if static.plan is False or (module := library(static.shape.device)) is None:
         return
@@ -235,29 +235,34 @@ def learn(entry: Any, static: Static, tensors: Sequence[Tensor | None]) -> None:
             static.forward_floats, static.backward_floats, static.parted, shape.device, shape.last, static.reads,
             bool(kind.act), kind.residual, static.meet,
         )  # fmt: skip
-    if learn_launches(static, FORWARD, static.forward, 16, 8):
+    if learn_launches(static, FORWARD, static.forward):
         entry.learn(static.plan, static, *tensors)
     else:
         static.plan = False  # kernels of a kind that is not known here: Python's for good
 
 
-def learn_launches(static: Static, which: int, launches: list[Launch], tensors: int, numbers: int) -> bool:
+def learn_launches(static: fused.Static | modes.Static, which: int, launches: list[Launch]) -> bool:
     """Tell the plan of ``static`` the launches of a direction; whether it knows them now."""
     if not static.plan:
         return False
     if static.plan.has(which):
         return True
-    described = [_described(launch, tensors, numbers) for launch in launches]
+    taken = static.taken[0 if which == FORWARD else 1]
+    described = [_described(launch, *taken) for launch in launches]
     known = all(d is not None for d in described)
     if known:
         static.plan.set(which, described)
     return known
 
 
-def _described(launch: Launch, tensors: int, numbers: int) -> Any:
-    """A launch as host.cpp takes it; None where it is not compiled, or is of a kind that is not known here."""
+def _described(launch: Launch, tensors: Sequence[int], numbers: Sequence[int]) -> Any:
+    """A launch as host.cpp takes it; None where it is not compiled, or is of a kind that is not known here.
+
+    ``tensors`` and ``numbers`` say which of those that host.cpp has the kernel takes, in its order; the last tensor is
+    the counter of programs that meet, or ``work`` in its place.
+    """
     if launch.device < 0:
-        return launch
+        return _Interpreted(launch, tensors[:-1] if launch.meet else tensors, numbers)
     made = launch.ready
     if made is None:
         return None
@@ -273,32 +278,43 @@ def _described(launch: Launch, tensors: int, numbers: int) -> Any:
     )
     if any(unusual):
         return None
-    slots = _slots(made, launch.fixed, tensors + 1, numbers)
+    slots = _slots(made, launch.fixed, tensors, numbers)
     if slots is None:
         return None
     threads = metadata.num_warps * getattr(metadata, "warp_size", 32)
     return (made.function, launch.grid, threads, metadata.shared, launch.meet, slots)
 
 
-def _slots(made: Any, fixed: tuple[Any, ...], addresses: int, numbers: int) -> tuple[Any, ...] | None:
+class _Interpreted:
+    """A launch by Triton's interpreter, with those of the tensors and numbers that its kernel takes."""
+
+    def __init__(self, launch: Launch, tensors: Sequence[int], numbers: Sequence[int]) -> None:
+        self.launch, self.tensors, self.numbers = launch, tensors, numbers
+
+    def __call__(self, tensors: Any, places: Any, numbers: Any) -> None:
+        self.launch(tuple(tensors[i] for i in self.tensors), places, tuple(numbers[i] for i in self.numbers))
+
+
+def _slots(
+    made: Any, fixed: tuple[Any, ...], tensors: Sequence[int], numbers: Sequence[int]
+) -> tuple[Any, ...] | None:
     """The parameters of a compiled kernel: (kind, which address or number, constant) each.
 
     Arguments that Triton took for constants are no parameters. It appends pointers of its own, to memory that these
     kernels do not use. That all this is so, the kernel's PTX confirms.
     """
     types, slots = [], []
-    for k, (name, constant) in enumerate(
-        zip(made.src.fn.arg_names, (*(0,) * (addresses + numbers), *fixed), strict=True)
-    ):
+    addresses, ends = len(tensors), len(tensors) + len(numbers)
+    for k, (name, constant) in enumerate(zip(made.src.fn.arg_names, (*(0,) * ends, *fixed), strict=True)):
         kind = made.src.signature[name]
         if kind == "constexpr":
-            if k < addresses + numbers:
+            if k < ends:
                 return None
             continue
         if k < addresses:
-            wanted, slot = kind.startswith("*"), (_ADDRESS, k, 0)
-        elif k < addresses + numbers:
-            wanted, slot = kind == "fp32", (_NUMBER, k - addresses, 0)
+            wanted, slot = kind.startswith("*"), (_ADDRESS, tensors[k], 0)
+        elif k < ends:
+            wanted, slot = kind == "fp32", (_NUMBER, numbers[k - addresses], 0)
         else:
             wanted, slot = kind in ("i32", "i64"), (_INT32 if kind == "i32" else _INT64, 0, int(constant))
         if not wanted:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import fused, mode_kernels
+from . import fused, host, mode_kernels
 from .backend import one_launch
 from .engine import Rows, Rule
 from .fused import Affine, Given, differentiate_again, for_kernels
@@ -36,6 +37,14 @@ class Kind(NamedTuple):
 
 class Static:
     """Sizes and launches of a kind of call."""
+
+    plan: Any = None  # as in fused.Static
+    reads = True
+    # The gates' weight and bias stand where mixtures have their logits; there are no segments and labels.
+    taken = (
+        ((*range(9), *range(11, 17)), (0, 1, 7)),
+        ((*range(12), 14, *range(16, 23)), (0, 1)),
+    )
 
     def __init__(self, kind: Kind) -> None:
         shape, k = kind.shape, kind.modes
@@ -66,6 +75,12 @@ class Static:
         self.forward = self._launches(mode_kernels.forward, programs, forward)
         self.backward = self._launches(mode_kernels.backward, back, backward)
         self.backward_of_parameters = self._launches(mode_kernels.backward, (*back[:5], 0), backward)
+
+    def differentiate(
+        self, keep: Any, given: Given, label: Tensor | None, work: Tensor, values: Sequence[Tensor | None],
+        needs: Sequence[bool], dy: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return _backward(self, keep, given, work, values, needs, dy)
 
     def _launches(self, kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...]) -> list[Launch]:
         wanted = [k for k, p in enumerate(programs) if p]
@@ -115,12 +130,13 @@ def run(
     affine: Affine,  # without tables
     gate: tuple[Tensor, Tensor],  # weight [K, C] and bias [K]
     residual: Tensor | None,
+    entry: Any = None,  # of the compiled host path, to be told of this call
 ) -> Tensor:
     if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
-            return run(x, prepared, given, rule_of, rows, affine, gate, residual)
+            return run(x, prepared, given, rule_of, rows, affine, gate, residual, entry)
     of_layer = (for_kernels(t, x) for t in (*affine[:4], *gate))
-    return _Normalize.apply(x, residual, *of_layer, prepared, given, rule_of, rows)
+    return _Normalize.apply(x, residual, *of_layer, prepared, given, rule_of, rows, entry)
 
 
 class _Normalize(torch.autograd.Function):
@@ -139,6 +155,7 @@ class _Normalize(torch.autograd.Function):
         given: Given,
         rule_of: Any,
         rows: Rows,
+        entry: Any,
     ) -> Tensor:
         beside = None if residual is None else like(residual, x, prepared.kind.shape.last)
         tensors = (
@@ -159,46 +176,63 @@ class _Normalize(torch.autograd.Function):
         numbers = (given.numbers[0], given.numbers[1], given.numbers[7])
         for launch in static.forward:
             launch(tensors, places, numbers)
-        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, gate_weight, gate_bias)
+        values = (x, residual, weight, bias, weight2, bias2, gate_weight, gate_bias)
+        if entry is not None:
+            stored = (given.running_mean, given.running_var, given.batches)
+            host.learn(entry, static, (*values, None, None, *stored))
+        ctx.save_for_backward(*values)
         ctx.static, ctx.work, ctx.given, ctx.rest = static, work, given, (rule_of, rows)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        values = ctx.saved_tensors
-        x, residual, weight, bias, weight2, bias2, gate_weight, gate_bias = values
-        static, work, given, needs = ctx.static, ctx.work, ctx.given, ctx.needs_input_grad
-        kind, shape = static.kind, static.shape
-        if torch.is_grad_enabled():  # create_graph=True
-            rule_of, rows = ctx.rest
-            rule: Rule = rule_of(static, work, given)
-            with torch.autocast(x.device.type, enabled=False):
-                found = differentiate_again(rule, rows, kind.act, given, None, values, needs[:8], dy)
-            return (*found, *(None,) * 4)
-        x = laid(x, shape.last)
-        dy = like(dy, x, shape.last)
-        if x.is_cuda and dy.data_ptr() & 15:
-            dy = dy.clone(memory_format=torch.preserve_format)
-        d_weight, d_bias, d_weight2, d_bias2 = (
-            None if t is None else torch.empty_like(t) for t in (weight, bias, weight2, bias2)
-        )
-        d_gate = torch.empty_like(gate_weight), torch.empty_like(gate_bias)
-        dx = torch.empty_like(x) if needs[0] else None
-        # A residual's gradient is that before the activation; without one, dy itself.
-        inner = torch.empty_like(x) if kind.residual and kind.act else None
-        beside = None if residual is None else like(residual, x, shape.last)
-        back = torch.empty(static.backward_floats, dtype=torch.float32, device=x.device)
-        parted = torch.empty(static.parted, dtype=torch.float32, device=x.device) if static.parted else back
-        tensors = (
-            dy, x, dx, beside, inner, work, back, parted, weight, bias, weight2, bias2, gate_weight,
-            d_weight, d_bias, d_weight2, d_bias2, *d_gate,
-        )  # fmt: skip
-        if not static.meet:
-            tensors = (*tensors, work)
-        places, numbers = addresses(tensors), (given.numbers[1], given.numbers[7])
-        for launch in static.backward if needs[0] else static.backward_of_parameters:
-            launch(tensors, places, numbers)
-        d_residual = None
-        if kind.residual and needs[1]:
-            d_residual = dy if inner is None else inner
-        return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, *d_gate, *(None,) * 4)
+        static, given, keep = ctx.static, ctx.given, ctx.rest
+        found = _backward(static, keep, given, ctx.work, ctx.saved_tensors, ctx.needs_input_grad[:8], dy)
+        return (*found, *(None,) * 5)
+
+
+def _backward(
+    static: Static, keep: Any, given: Given, work: Tensor, values: Sequence[Tensor | None], needs: Sequence[bool],
+    dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of ``values``: x, a residual, two affine maps, the gates' weight and bias."""
+    x, residual, weight, bias, weight2, bias2, gate_weight, gate_bias = values
+    assert x is not None and gate_weight is not None and gate_bias is not None
+    kind, shape = static.kind, static.shape
+    if torch.is_grad_enabled():  # create_graph=True
+        rule_of, rows = keep
+        rule: Rule = rule_of(static, work, given)
+        with torch.autocast(x.device.type, enabled=False):
+            return differentiate_again(rule, rows, kind.act, given, None, values, needs, dy)
+    x = laid(x, shape.last)
+    dy = like(dy, x, shape.last)
+    if x.is_cuda and dy.data_ptr() & 15:
+        dy = dy.clone(memory_format=torch.preserve_format)
+    d_weight, d_bias, d_weight2, d_bias2 = (
+        None if t is None else torch.empty_like(t) for t in (weight, bias, weight2, bias2)
+    )
+    d_gate = torch.empty_like(gate_weight), torch.empty_like(gate_bias)
+    dx = torch.empty_like(x) if needs[0] else None
+    # A residual's gradient is that before the activation; without one, dy itself.
+    inner = torch.empty_like(x) if kind.residual and kind.act else None
+    beside = None if residual is None else like(residual, x, shape.last)
+    back = torch.empty(static.backward_floats, dtype=torch.float32, device=x.device)
+    parted = torch.empty(static.parted, dtype=torch.float32, device=x.device) if static.parted else back
+    tensors = (
+        dy, x, dx, beside, inner, work, back, parted, weight, bias, weight2, bias2, gate_weight,
+        d_weight, d_bias, d_weight2, d_bias2, *d_gate,
+    )  # fmt: skip
+    if not static.meet:
+        tensors = (*tensors, work)
+    places, numbers = addresses(tensors), (given.numbers[1], given.numbers[7])
+    which, launches = host.BACKWARD, static.backward
+    if not needs[0]:
+        which, launches = host.OF_PARAMETERS, static.backward_of_parameters
+    for launch in launches:
+        launch(tensors, places, numbers)
+    if static.plan:
+        host.learn_launches(static, which, launches)
+    d_residual = None
+    if kind.residual and needs[1]:
+        d_residual = dy if inner is None else inner
+    return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, *d_gate)

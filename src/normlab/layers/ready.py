@@ -303,7 +303,8 @@ class ReadyModes:
         self.statistics = layer.statistics
         shape = shape_of(x, self.rows, dense(x)[1])
         self.kind = modes.Kind(shape, layer.statistics.number, live, update, False, 0, 0, False)
-        self._kinds: dict[Any, modes.Prepared] = {}
+        self.bounds = (*bounds_of(None), LEAK)
+        self._kinds: dict[Any, tuple[modes.Prepared, Any]] = {}
 
     def __call__(
         self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
@@ -312,29 +313,58 @@ class ReadyModes:
         if affine.label is not None:  # rows of a table, as each sample's own
             chosen = Affine(None, None, *affine[2:]).composed()
             affine = Affine(affine.weight, affine.bias, *chosen)
-        key = (affine.weight is not None, affine.second, layer.act, residual is not None)
-        prepared = self._kinds.get(key)
-        if prepared is None:
-            shared, second, act, beside = key
-            prepared = self._kinds[key] = modes.prepare(
-                self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
-            )
-        mean = var = batches = None
-        if self.update or not self.live:
-            mean, var, batches = (
-                layer._buffers[n] for n in ("running_mean", "running_var", "num_batches_tracked")
-            )
-            assert mean is not None and var is not None and batches is not None
-            if layer.branches is not None:
-                mean, var, batches = mean[self.branch], var[self.branch], batches[self.branch]
+        library = host.library(self.kind.shape.device)
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = self._of_kind(key, library)
+        prepared, entry = found
+        mean, var, batches = self.stored(layer)
         share = layer.momentum if self.update else None
-        numbers = (0.0 if share is None else float(share), float(layer.eps), *bounds_of(None), LEAK)
-        gate = layer._parameters["gate_weight"], layer._parameters["gate_bias"]
-        given = Given(None, mean, var, batches, numbers)
-        return modes.run(dense(x)[0], prepared, given, self.rule, self.rows, affine, gate, residual)  # type: ignore[arg-type]
+        share, eps = 0.0 if share is None else float(share), float(layer.eps)
+        gate: Any = layer._parameters["gate_weight"], layer._parameters["gate_bias"]
+        x = dense(x)[0]
+        if entry is not None:
+            y = entry(x, residual, *affine[:4], *gate, None, None, mean, var, batches, share, eps)
+            if y is not None:
+                return y
+        given = Given(None, mean, var, batches, (share, eps, *self.bounds))
+        return modes.run(x, prepared, given, self.rule, self.rows, affine, gate, residual, entry)
+
+    def stored(self, layer: Norm) -> tuple[Tensor | None, ...]:
+        """Running statistics and the count of batches, where this call reads or moves them."""
+        if not self.update and self.live:
+            return (None, None, None)
+        found = (layer._buffers[n] for n in ("running_mean", "running_var", "num_batches_tracked"))
+        return tuple(t if t is None or layer.branches is None else t[self.branch] for t in found)
 
     def quick(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Quick | None:
-        """Nothing: the compiled host path does not have these kernels."""
+        """What serves calls like this one without looking at them again; None until the compiled host path can."""
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None, True)
+        _, entry = self._kinds.get(key, (None, None))
+        if entry is None or layer.affine_terms not in ((), ("shared",)):
+            return None
+
+        def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+            share = layer.momentum if self.update else 0.0
+            if share is None:
+                return None
+            own = layer._parameters
+            gate = own["gate_weight"], own["gate_bias"]
+            return entry(
+                x, residual, own["weight"], own["bias"], None, None, *gate, None, None, *self.stored(layer), share,
+                layer.eps,
+            )  # fmt: skip
+
+        return call
+
+    def _of_kind(self, key: tuple[Any, ...], library: Any) -> tuple[modes.Prepared, Any]:
+        shared, second, act, beside, _ = key
+        kind = self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
+        entry = None
+        if library is not None:
+            entry = library.Entry(0, kind.shape.last, self.bounds, (self.rule, self.rows))
+        return modes.prepare(kind), entry
 
     def rule(self, static: modes.Static, work: Tensor, given: Given) -> Rule:
         """The rule as it was in a forward pass, to differentiate it again."""
