@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import normlab
@@ -181,6 +184,8 @@ import sys
 sys.path.insert(0, {tests!r})
 from test_lab_loop import TINY, tiny_data, trained
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 trained(replace(TINY, epochs=14, best="test"), tiny_data(80), folder={folder!r})
 """
 
@@ -453,3 +458,35 @@ def test_resuming_on_the_gpu_gives_the_numbers_of_a_whole_run(last, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trained(settings, data, device="cuda", folder=tmp_path, progress=Stop())
     assert numbers(trained(settings, data, device="cuda", folder=tmp_path)[1]) == numbers(whole)
+
+
+def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
+    """The parameters stay the model's; what behaves otherwise in training is left as it is, and torch's layers too."""
+
+    class Dropping(nn.Sequential):
+        def forward(self, x):
+            return F.dropout(super().forward(x), training=self.training)
+
+    data = tiny_data(side=8)
+    ctx: Any = SimpleNamespace(device=torch.device("cuda"), data=data)
+
+    def acts(model):
+        return sum(m.act == "relu" for m in model.modules() if isinstance(m, normlab.Norm))
+
+    for name, norm, expected in (
+        ("resnet20", "batch", 19),
+        ("wrn-10-1", "auxiliary", 7),
+        ("small", "switchable", 4),
+    ):
+        model = build(name, data, norm, seed=0)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        twin = loop_module._fused(model, ctx)
+        assert acts(model) == 0 and acts(twin) == expected
+        assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
+        same_state(before, model.state_dict())
+    plain = build("small", data, "torch", seed=0)
+    before = {k: v.clone() for k, v in plain.state_dict().items()}
+    assert loop_module._fused(plain, ctx) is plain
+    same_state(before, plain.state_dict())
+    dropping = Dropping(*build("small", data, "batch", seed=0))
+    assert loop_module._fused(dropping, ctx) is dropping

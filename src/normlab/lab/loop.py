@@ -437,13 +437,16 @@ def _fused(model: nn.Module, ctx: Context) -> nn.Module:
 
     if ctx.device.type != "cuda":
         return model
-    model.train()
-    for inputs in ((pixels(ctx.data.test.x[:2]),), ()):  # shapes show which additions can be taken in
-        try:
-            return fuse(model, *inputs)
-        except (ValueError, RuntimeError):
-            continue
-    return model
+    try:
+        either, tested = (fuse(model.train(mode)) for mode in (True, False))
+    except ValueError:
+        return model
+    if either.code != tested.code:  # it does something else in training, and a graph has one or the other
+        return model
+    try:
+        return fuse(model, pixels(ctx.data.test.x[:2]))  # shapes show which additions can be taken in
+    except (ValueError, RuntimeError):  # separated layers ask for a branch
+        return tested
 
 
 class _Captured:
