@@ -464,8 +464,8 @@ def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
     """The parameters stay the model's; what behaves otherwise in training is left as it is, and torch's layers too."""
 
     class Dropping(nn.Sequential):
-        def forward(self, x):
-            return F.dropout(super().forward(x), training=self.training)
+        def forward(self, input):
+            return F.dropout(super().forward(input), training=self.training)
 
     data = tiny_data(side=8)
     ctx: Any = SimpleNamespace(device=torch.device("cuda"), data=data)

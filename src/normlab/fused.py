@@ -33,8 +33,7 @@ __all__ = [
     "Static",
     "backward_in_python",
     "closed_call",
-    "differentiate_again",
-    "for_kernels",
+    "launches_of",
     "normalize",
     "prepare",
     "run",
@@ -158,8 +157,6 @@ class Static:
 
     # The same for the compiled host path, once Python has run it; False where that cannot be.
     plan: Any = None
-    # Of what that path has, the tensors and numbers that the kernels of each direction take: all.
-    taken = ((range(17), range(8)), (range(23), range(2)))
 
     def __init__(self, kind: Kind) -> None:
         shape = kind.shape
@@ -219,26 +216,23 @@ class Static:
             sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
         )  # fmt: skip
         self.meet = DIRECT and one_launch() and rows * shape.s <= _WHOLE
-        self.forward = self._launches(whole_kernels.forward, programs, forward)
-        self.backward = self._launches(whole_kernels.backward, back, backward)
+        self.forward = launches_of(whole_kernels.forward, programs, forward, self)
+        self.backward = launches_of(whole_kernels.backward, back, backward, self)
         # Nothing but dx is wanted, and no statistic depends on x: no sums are needed. And where dx is not wanted.
-        self.backward_of_x = self._launches(whole_kernels.backward, (0, 0, 0, *back[3:]), backward)
-        self.backward_of_parameters = self._launches(whole_kernels.backward, (*back[:4], 0), backward)
+        self.backward_of_x = launches_of(whole_kernels.backward, (0, 0, 0, *back[3:]), backward, self)
+        self.backward_of_parameters = launches_of(whole_kernels.backward, (*back[:4], 0), backward, self)
 
-    def differentiate(
-        self, keep: Any, given: Given, label: Tensor | None, work: Tensor, values: Sequence[Tensor | None],
-        needs: Sequence[bool], dy: Tensor,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        return _backward(self, keep, given, label, work, values, needs, dy)
 
-    def _launches(self, kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...]) -> list[Launch]:
-        """One launch that meets between passes, or one for each pass; a pass without programs is left out."""
-        wanted = [k for k, p in enumerate(programs) if p]
-        device = self.shape.device
-        if self.meet:
-            first, stop = wanted[0], wanted[-1] + 1
-            return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, meet=True)]
-        return [Launch(kernel, programs[k], (*fixed, k, k + 1, False), device) for k in wanted]
+def launches_of(
+    kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...], static: Any, takes: Any = None
+) -> list[Launch]:
+    """One launch that meets between passes, or one for each pass; a pass without programs is left out."""
+    wanted = [k for k, p in enumerate(programs) if p]
+    device = static.shape.device
+    if static.meet:
+        first, stop = wanted[0], wanted[-1] + 1
+        return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, True, takes)]
+    return [Launch(kernel, programs[k], (*fixed, k, k + 1, False), device, False, takes) for k in wanted]
 
 
 class Prepared:
@@ -247,17 +241,17 @@ class Prepared:
     A kernel is compiled for the types it is given, and for each address that is a multiple of 16 or not.
     """
 
-    __slots__ = ("_statics", "kind")
+    __slots__ = ("_make", "_statics", "kind")
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+    def __init__(self, kind: Any, make: Callable[[Any], Any] = Static) -> None:
+        self.kind, self._make = kind, make
         self._statics: dict[Any, Static] = {}
 
     def static(self, types: tuple[torch.dtype, ...], places: Sequence[int]) -> Static:
         key = (types, tuple([p & 15 == 0 for p in places]), one_launch())
         found = self._statics.get(key)
         if found is None:
-            found = self._statics[key] = Static(self.kind)
+            found = self._statics[key] = self._make(self.kind)
         return found
 
 
@@ -358,12 +352,12 @@ def run(
     mean_logits, var_logits = logits if logits else (None, None)
     of_layer = (affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits)
     return _Normalize.apply(
-        x, residual, *(for_kernels(t, x) for t in of_layer),
+        x, residual, *(_for_kernels(t, x) for t in of_layer),
         prepared, given, rule_of, rows, affine.label, box, entry, *affine.table,
     )  # fmt: skip
 
 
-def for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
+def _for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
     """``t`` as kernels read it, from an address on."""
     if t is not None and t.device != x.device:
         raise ValueError(
@@ -445,20 +439,20 @@ class _Normalize(torch.autograd.Function):
 
 
 def backward_in_python(
-    static: Any, keep: Any, numbers: tuple[float, ...], segment: Tensor | None, label: Tensor | None, work: Tensor,
+    static: Static, keep: Any, numbers: tuple[float, ...], segment: Tensor | None, label: Tensor | None, work: Tensor,
     values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """What the compiled host path calls to record a graph through backward, and to have kernels compiled."""
     given = Given(segment, None, None, None, numbers)
-    return static.differentiate(keep, given, label, work, values, needs, dy)
+    return _backward(static, keep, given, label, work, values, needs, dy)
 
 
 def _backward(
     static: Static, keep: Any, given: Given, label: Tensor | None, work: Tensor, values: Sequence[Tensor | None],
     needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of ``values``: x, a residual, two affine maps, the logits of means and of variances, and of the rows of
-    a table that the second map is made of."""
+    """Gradients of ``values``: x, a residual, two affine maps, the logits of means and of variances (of mode norm, the
+    weight and bias of its gates), and the rows of a table that the second map is made of."""
     x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, *table = values
     assert x is not None
     if torch.is_grad_enabled():  # create_graph=True
@@ -466,7 +460,7 @@ def _backward(
         rule = rule_of(static, work, given)
         second = (None, None) if table else (weight2, bias2)
         values = (x, residual, weight, bias, *second, mean_logits, var_logits, *table)
-        return differentiate_again(rule, rows, static.kind.act, given, label, values, needs, dy)
+        return _differentiate_again(rule, rows, static.kind.act, given, label, values, needs, dy)
     kind, shape = static.kind, static.shape
     x = laid(x, shape.last)
     dy = like(dy, x, shape.last)
@@ -518,7 +512,7 @@ def _backward(
     return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var)
 
 
-def differentiate_again(
+def _differentiate_again(
     rule: Rule, rows: Rows, act: int, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
     needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -529,7 +523,8 @@ def differentiate_again(
     assert x is not None
     table = tuple(t for t in views[8:] if t is not None)
     both = Affine(weight, bias, weight2, bias2, label, table).composed()
-    y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
+    with torch.autocast(x.device.type, enabled=False):  # gates are a product
+        y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
     name = next(n for n, k in ACTIVATIONS.items() if k == act)
     y = activate(y if residual is None else y + residual, name, given.numbers[7])
     wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]

@@ -31,7 +31,7 @@ from .backend import chosen_host
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from . import fused, modes
+    from .fused import Static
     from .launch import Launch
 
 __all__ = ["build_host", "host_status"]
@@ -225,7 +225,7 @@ def _build(how: str) -> subprocess.Popen[bytes]:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def learn(entry: Any, static: fused.Static | modes.Static, tensors: Sequence[Tensor | None]) -> None:
+def learn(entry: Any, static: Static, tensors: Sequence[Tensor | None]) -> None:
     """Have ``entry`` serve calls like this one, whose forward kernels Python has just run."""
     if static.plan is False or (module := library(static.shape.device)) is None:
         return
@@ -241,14 +241,14 @@ def learn(entry: Any, static: fused.Static | modes.Static, tensors: Sequence[Ten
         static.plan = False  # kernels of a kind that is not known here: Python's for good
 
 
-def learn_launches(static: fused.Static | modes.Static, which: int, launches: list[Launch]) -> bool:
+def learn_launches(static: Static, which: int, launches: list[Launch]) -> bool:
     """Tell the plan of ``static`` the launches of a direction; whether it knows them now."""
     if not static.plan:
         return False
     if static.plan.has(which):
         return True
-    taken = static.taken[0 if which == FORWARD else 1]
-    described = [_described(launch, *taken) for launch in launches]
+    everything = (range(17), range(8)) if which == FORWARD else (range(23), range(2))
+    described = [_described(launch, *(launch.takes or everything)) for launch in launches]
     known = all(d is not None for d in described)
     if known:
         static.plan.set(which, described)
@@ -258,11 +258,10 @@ def learn_launches(static: fused.Static | modes.Static, which: int, launches: li
 def _described(launch: Launch, tensors: Sequence[int], numbers: Sequence[int]) -> Any:
     """A launch as host.cpp takes it; None where it is not compiled, or is of a kind that is not known here.
 
-    ``tensors`` and ``numbers`` say which of those that host.cpp has the kernel takes, in its order; the last tensor is
-    the counter of programs that meet, or ``work`` in its place.
+    ``tensors`` and ``numbers`` say which of those that host.cpp has the kernel takes, in its order.
     """
     if launch.device < 0:
-        return _Interpreted(launch, tensors[:-1] if launch.meet else tensors, numbers)
+        return launch
     made = launch.ready
     if made is None:
         return None
@@ -283,16 +282,6 @@ def _described(launch: Launch, tensors: Sequence[int], numbers: Sequence[int]) -
         return None
     threads = metadata.num_warps * getattr(metadata, "warp_size", 32)
     return (made.function, launch.grid, threads, metadata.shared, launch.meet, slots)
-
-
-class _Interpreted:
-    """A launch by Triton's interpreter, with those of the tensors and numbers that its kernel takes."""
-
-    def __init__(self, launch: Launch, tensors: Sequence[int], numbers: Sequence[int]) -> None:
-        self.launch, self.tensors, self.numbers = launch, tensors, numbers
-
-    def __call__(self, tensors: Any, places: Any, numbers: Any) -> None:
-        self.launch(tuple(tensors[i] for i in self.tensors), places, tuple(numbers[i] for i in self.numbers))
 
 
 def _slots(

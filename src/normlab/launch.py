@@ -56,18 +56,27 @@ class Launch:
     """A kernel with all of its arguments that do not change from call to call.
 
     ``tensors`` come first, those that are missing as the first one; ``fixed`` are the integers and constants at the
-    end. With ``meet``, programs wait for each other, so no more are started than the device holds at once.
+    end. With ``meet``, programs wait for each other, so no more are started than the device holds at once. ``takes``
+    says which of the tensors and numbers of a call the kernel has, where it has not all; the last tensor is the counter
+    by which programs meet, or what stands in its place.
     """
 
-    __slots__ = ("device", "fixed", "grid", "kernel", "meet", "ready")
+    __slots__ = ("device", "fixed", "grid", "kernel", "meet", "ready", "takes")
 
     def __init__(
-        self, kernel: Any, grid: int, fixed: tuple[Any, ...], device: int, meet: bool = False
-    ) -> None:
+        self, kernel: Any, grid: int, fixed: tuple[Any, ...], device: int, meet: bool = False,
+        takes: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
         self.kernel, self.grid, self.fixed, self.device, self.meet = kernel, grid, fixed, device, meet
+        self.takes = takes
         self.ready: Any = None  # compiled
 
     def __call__(self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...] = ()) -> None:
+        if self.takes is not None:
+            which, wanted = self.takes
+            which = which[:-1] if self.meet else which
+            tensors, numbers = tuple([tensors[i] for i in which]), tuple([numbers[i] for i in wanted])
+            pointers = [pointers[i] for i in which] if pointers else pointers
         ready = self.ready
         if ready is None:
             self._compile(tensors, pointers, numbers)

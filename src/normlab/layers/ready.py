@@ -304,7 +304,7 @@ class ReadyModes:
         shape = shape_of(x, self.rows, dense(x)[1])
         self.kind = modes.Kind(shape, layer.statistics.number, live, update, False, 0, 0, False)
         self.bounds = (*bounds_of(None), LEAK)
-        self._kinds: dict[Any, tuple[modes.Prepared, Any]] = {}
+        self._kinds: dict[Any, tuple[Prepared, Any]] = {}
 
     def __call__(
         self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
@@ -329,7 +329,7 @@ class ReadyModes:
             if y is not None:
                 return y
         given = Given(None, mean, var, batches, (share, eps, *self.bounds))
-        return modes.run(x, prepared, given, self.rule, self.rows, affine, gate, residual, entry)
+        return run(x, prepared, given, self.rule, self.rows, affine, gate, residual, entry=entry)
 
     def stored(self, layer: Norm) -> tuple[Tensor | None, ...]:
         """Running statistics and the count of batches, where this call reads or moves them."""
@@ -358,7 +358,7 @@ class ReadyModes:
 
         return call
 
-    def _of_kind(self, key: tuple[Any, ...], library: Any) -> tuple[modes.Prepared, Any]:
+    def _of_kind(self, key: tuple[Any, ...], library: Any) -> tuple[Prepared, Any]:
         shared, second, act, beside, _ = key
         kind = self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
         entry = None
@@ -366,7 +366,7 @@ class ReadyModes:
             entry = library.Entry(0, kind.shape.last, self.bounds, (self.rule, self.rows))
         return modes.prepare(kind), entry
 
-    def rule(self, static: modes.Static, work: Tensor, given: Given) -> Rule:
+    def rule(self, static: Any, work: Tensor, given: Given) -> Rule:
         """The rule as it was in a forward pass, to differentiate it again."""
         found = None if self.live else modes.mode_views(static, work)
         return self.statistics.rule(Sources(self.plans, (found,), (self.live,), None, given.numbers[1]))
