@@ -108,7 +108,8 @@ def fit(
     if settings.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
-    several = backend(launches="several") if settings.capture and device.type == "cuda" else nullcontext()
+    captured = settings.capture and device.type == "cuda" and ranks.world == 1
+    several = backend(launches="several") if captured else nullcontext()
     with arithmetic(settings.precision), _own_random_numbers(device), several:
         trainer = _Trainer(model, recipe, ctx, watch, ranks)
         history = ranks.given(lambda: trainer.resume(folder))
@@ -589,9 +590,8 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) 
     for name, value in state.items():
         index, _, key = name.partition(".")
         param = params[int(index)]
-        if (
-            value.shape == param.shape
-        ):  # files do not keep the layout of memory, and a fused step needs the same one
+        # Files do not keep the layout of memory, and a fused step needs the parameter's.
+        if value.shape == param.shape:
             value = torch.empty_like(param, dtype=value.dtype).copy_(value)
         optimizer.state[param][key] = value
 
