@@ -2,19 +2,25 @@
 
     python benchmarks/gpu.py --out benchmarks/gpu.csv
 
-All candidates of a cell (shape, dtype, layout) run in one process, interleaved. Eager time includes the host; the
-captured graph does not. ``limit_share`` is 8 tensor passes (3 forward, 5 backward) at the copy rate measured in the
-same run, over the captured-graph time. A part of the cells (``--shapes``, ``--dtypes``, ``--layouts``) replaces those
-rows of the file and leaves the others. Errors are against the same layer in float64, beside nn.BatchNorm2d's own.
+All candidates of a cell (shape, dtype, layout) run in one process, interleaved. Cells have a process each: those that
+are prepared together (``--together``) compile side by side and are then timed one after the other, while the others
+wait. Eager time includes the host; the captured graph does not. ``limit_share`` is 8 tensor passes (3 forward, 5
+backward) at the copy rate measured in the same run, over the captured-graph time. A part of the cells (``--shapes``,
+``--dtypes``, ``--layouts``) replaces those rows of the file and leaves the others. Errors are against the same layer in
+float64, beside nn.BatchNorm2d's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +56,7 @@ LISTED = [
     "adaptive_instance",
 ]
 Step = Callable[[], object]
+CONTEXT = multiprocessing.get_context("spawn")
 
 
 def copy_rate() -> float:
@@ -126,104 +133,176 @@ def errors(layer: nn.Module, x: Tensor, dy: Tensor, arguments: tuple) -> tuple[f
     return relative(y, z), relative(g, h)
 
 
-def measure(
-    shape: tuple[int, ...], dtype: torch.dtype, last: bool, names: list[str], rate: float, quick: bool
-) -> list[dict]:
-    layout = torch.channels_last if last else torch.contiguous_format
-    x = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=layout).requires_grad_()
-    dy = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=layout)
-    base = nn.BatchNorm2d(shape[1]).cuda()
-    runs: dict[str, Step] = {"nn.BatchNorm2d": step_of(base, x, dy, ())}
-    layers: dict[str, tuple[nn.Module, tuple]] = {"nn.BatchNorm2d": (base, ())}
-    cases = {c.name: c for c in CASES}
-    for name in names:
-        case = cases[name]
-        layer = case.make(shape[1]).cuda()
-        arguments = to_device(case.arguments(x.detach()), x)
-        layers[name] = (layer, arguments)
-        runs[name] = step_of(layer, x, dy, arguments)
-    if not quick:
-        plain = Naive(cases["switchable"], cases["switchable"].make(shape[1]).cuda())
-        runs["switchable, written naively"] = step_of(plain, x, dy, ())
-        compiled: Any = torch.compile(plain, dynamic=False)
-        runs["switchable, naive and compiled"] = step_of(compiled, x, dy, ())
-        if "group" in names:
-            to = {"device": "cuda", "dtype": dtype}  # torch's do not mix dtypes
-            runs["nn.GroupNorm"] = step_of(nn.GroupNorm(32, shape[1], **to), x, dy, ())
-            runs["nn.InstanceNorm2d"] = step_of(nn.InstanceNorm2d(shape[1], affine=True, **to), x, dy, ())
-    eager = eager_ms(runs, 5, 10)
-    base_eager = eager["nn.BatchNorm2d"]
-    passes = 8 * x.numel() * x.element_size() / rate * 1e3
-    rows = []
-    for name, run in runs.items():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        peak = torch.cuda.max_memory_allocated() - before
-        graph = captured(run)
-        gpu = gpu_ms(graph, 20)
-        ratio = statistics.median(b / a for a, b in zip(base_eager, eager[name], strict=True))
-        row = {
-            "normalizer": name, "shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch."),
-            "layout": "channels_last" if last else "contiguous", "eager_ms": round(statistics.median(eager[name]), 4),
-            "graph_ms": round(gpu, 4), "eager_over_batchnorm2d": round(ratio, 3),
-            "limit_share": round(passes / gpu * (1.5 if name == "adaptive_instance" else 1), 3),
-            "gb_per_s": round(8 * x.numel() * x.element_size() / gpu / 1e6), "peak_mib": round(peak / 2**20, 1),
-        }  # fmt: skip
-        if name in layers:
-            layer, arguments = layers[name]
-            small = x.detach()[:16], dy[:16]
-            some = tuple(a[:16] if isinstance(a, Tensor) else a for a in arguments)
-            row["error_y"], row["error_dx"] = (f"{e:.1e}" for e in errors(layer, *small, some))
-            far = errors(layer, (small[0].float() + 1e4).to(dtype), small[1], some)
-            row["error_y_mean_1e4"] = f"{far[0]:.1e}" if dtype == torch.float32 else ""
-        else:
-            row["error_y"] = row["error_dx"] = row["error_y_mean_1e4"] = ""
-        rows.append(row)
-        print("{normalizer:28} {shape:16} {dtype:9} {layout:14} eager {eager_ms:7.3f} "
-              "({eager_over_batchnorm2d:5.2f}) graph {graph_ms:7.3f} limit {limit_share:5.2f} "
-              "err {error_y} {error_dx} {error_y_mean_1e4}".format(**row), flush=True)  # fmt: skip
-    return rows
+class Cell:
+    """Layers at a shape, dtype and layout: made and run once, and then timed."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        last: bool,
+        names: list[str],
+        rate: float,
+        quick: bool,
+    ) -> None:
+        self.shape, self.dtype, self.last, self.rate = shape, dtype, last, rate
+        layout = torch.channels_last if last else torch.contiguous_format
+        x = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=layout).requires_grad_()
+        dy = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=layout)
+        self.x = x
+        base = nn.BatchNorm2d(shape[1]).cuda()
+        runs: dict[str, Step] = {"nn.BatchNorm2d": step_of(base, x, dy, ())}
+        layers: dict[str, tuple[nn.Module, tuple]] = {"nn.BatchNorm2d": (base, ())}
+        cases = {c.name: c for c in CASES}
+        for name in names:
+            case = cases[name]
+            layer = case.make(shape[1]).cuda()
+            arguments = to_device(case.arguments(x.detach()), x)
+            layers[name] = (layer, arguments)
+            runs[name] = step_of(layer, x, dy, arguments)
+        if not quick:
+            plain = Naive(cases["switchable"], cases["switchable"].make(shape[1]).cuda())
+            runs["switchable, written naively"] = step_of(plain, x, dy, ())
+            compiled: Any = torch.compile(plain, dynamic=False)
+            runs["switchable, naive and compiled"] = step_of(compiled, x, dy, ())
+            if "group" in names:
+                to = {"device": "cuda", "dtype": dtype}  # torch's do not mix dtypes
+                runs["nn.GroupNorm"] = step_of(nn.GroupNorm(32, shape[1], **to), x, dy, ())
+                runs["nn.InstanceNorm2d"] = step_of(nn.InstanceNorm2d(shape[1], affine=True, **to), x, dy, ())
+        self.runs = runs
+        for run in runs.values():
+            for _ in range(3):
+                run()
+        self.errors = {name: self._errors(*layers[name], dy) for name in layers}
+        torch.cuda.synchronize()
+
+    def _errors(self, layer: nn.Module, arguments: tuple, dy: Tensor) -> dict[str, str]:
+        x = self.x.detach()[:16]
+        some = tuple(a[:16] if isinstance(a, Tensor) else a for a in arguments)
+        found: dict[str, float] = dict(
+            zip(("error_y", "error_dx"), errors(layer, x, dy[:16], some), strict=True)
+        )
+        if self.dtype == torch.float32:
+            found["error_y_mean_1e4"] = errors(layer, x + 1e4, dy[:16], some)[0]
+        return {name: f"{e:.1e}" for name, e in found.items()}
+
+    def times(self) -> list[dict]:
+        x, runs = self.x, self.runs
+        size = x.numel() * x.element_size()
+        eager = eager_ms(runs, 5, 10)
+        base_eager = eager["nn.BatchNorm2d"]
+        passes = 8 * size / self.rate * 1e3
+        rows = []
+        for name, run in runs.items():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run()
+            peak = torch.cuda.max_memory_allocated() - before
+            gpu = gpu_ms(captured(run), 20)
+            ratio = statistics.median(b / a for a, b in zip(base_eager, eager[name], strict=True))
+            row = {
+                "normalizer": name, "shape": "x".join(map(str, self.shape)),
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "layout": "channels_last" if self.last else "contiguous",
+                "eager_ms": round(statistics.median(eager[name]), 4), "graph_ms": round(gpu, 4),
+                "eager_over_batchnorm2d": round(ratio, 3),
+                "limit_share": round(passes / gpu * (1.5 if name == "adaptive_instance" else 1), 3),
+                "gb_per_s": round(8 * size / gpu / 1e6), "peak_mib": round(peak / 2**20, 1),
+                "error_y": "", "error_dx": "", "error_y_mean_1e4": "",
+            }  # fmt: skip
+            row |= self.errors.get(name, {})
+            rows.append(row)
+            print("{normalizer:30} {shape:16} {dtype:9} {layout:14} eager {eager_ms:7.3f} "
+                  "({eager_over_batchnorm2d:5.2f}) graph {graph_ms:7.3f} limit {limit_share:5.2f} "
+                  "err {error_y} {error_dx} {error_y_mean_1e4}".format(**row), flush=True)  # fmt: skip
+        return rows
 
 
-def resnet_steps() -> list[dict]:
+class ResNet:
     """A training step of ResNet-50, batch 64, 224 x 224, bfloat16 autocast, channels last."""
-    import torchvision
 
-    x = torch.randn(64, 3, 224, 224, device="cuda").contiguous(memory_format=torch.channels_last)
-    target = torch.randint(0, 1000, (64,), device="cuda")
+    def __init__(self) -> None:
+        import torchvision
 
-    def step(model: nn.Module) -> Step:
-        model = model.cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+        x = torch.randn(64, 3, 224, 224, device="cuda").contiguous(memory_format=torch.channels_last)
+        target = torch.randint(0, 1000, (64,), device="cuda")
 
-        def run() -> None:
-            optimizer.zero_grad(set_to_none=True)
+        def step(model: nn.Module) -> Step:
+            model = model.cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+
+            def run() -> None:
+                optimizer.zero_grad(set_to_none=True)
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = nn.functional.cross_entropy(model(x), target)
+                loss.backward()
+                optimizer.step()
+
+            return run
+
+        plain = torchvision.models.resnet50
+        self.runs = {"nn.BatchNorm2d": step(plain())}
+        for name in ("batch", "switchable"):
+            self.runs[name] = step(normlab.convert(plain(), name, keep=False))
+            model = normlab.convert(plain(), name, keep=False).cuda().to(memory_format=torch.channels_last)
             with torch.autocast("cuda", torch.bfloat16):
-                loss = nn.functional.cross_entropy(model(x), target)
-            loss.backward()
-            optimizer.step()
+                self.runs[f"{name}, fused"] = step(normlab.fuse(model, x[:2]))
+        for run in self.runs.values():
+            for _ in range(3):
+                run()
+        torch.cuda.synchronize()
 
-        return run
+    def times(self) -> list[dict]:
+        times = eager_ms(self.runs, 9, 5)
+        rows = []
+        for name, found in times.items():
+            ratio = statistics.median(b / a for a, b in zip(times["nn.BatchNorm2d"], found, strict=True))
+            rows.append({"normalizer": name, "shape": "ResNet-50 step", "dtype": "bfloat16 autocast",
+                         "layout": "channels_last", "eager_ms": round(statistics.median(found), 2),
+                         "graph_ms": round(gpu_ms(captured(self.runs[name]), 10), 2),
+                         "eager_over_batchnorm2d": round(ratio, 3)})  # fmt: skip
+            said = "{normalizer:28} {shape} eager {eager_ms} ms ({eager_over_batchnorm2d}) graph {graph_ms}"
+            print(said.format(**rows[-1]), flush=True)
+        return rows
 
-    plain = torchvision.models.resnet50
-    runs = {"nn.BatchNorm2d": step(plain())}
-    for name in ("batch", "switchable"):
-        runs[name] = step(normlab.convert(plain(), name, keep=False))
-        model = normlab.convert(plain(), name, keep=False).cuda().to(memory_format=torch.channels_last)
-        with torch.autocast("cuda", torch.bfloat16):
-            runs[f"{name}, fused"] = step(normlab.fuse(model, x[:2]))
-    times = eager_ms(runs, 9, 5)
-    rows = []
-    for name, found in times.items():
-        ratio = statistics.median(b / a for a, b in zip(times["nn.BatchNorm2d"], found, strict=True))
-        rows.append({"normalizer": name, "shape": "ResNet-50 step", "dtype": "bfloat16 autocast",
-                     "layout": "channels_last", "eager_ms": round(statistics.median(found), 2),
-                     "graph_ms": round(gpu_ms(captured(runs[name]), 10), 2),
-                     "eager_over_batchnorm2d": round(ratio, 3)})  # fmt: skip
-        said = "{normalizer:28} {shape} eager {eager_ms} ms ({eager_over_batchnorm2d}) graph {graph_ms}"
-        print(said.format(**rows[-1]), flush=True)
-    return rows
+
+def process(make: Callable[..., Cell | ResNet], given: tuple, pipe: Connection) -> None:
+    """Prepare, say so, and time when told to."""
+    try:
+        torch.manual_seed(0)
+        made = make(*given)
+        pipe.send(None)
+        pipe.recv()
+        pipe.send(made.times())
+    except Exception:
+        pipe.send(traceback.format_exc())
+
+
+def timed_in_turn(jobs: list[tuple[Callable[..., Cell | ResNet], tuple]]) -> Iterator[list[dict]]:
+    """Rows of each, prepared at once and timed one after the other."""
+    started = []
+    for make, given in jobs:
+        here, there = CONTEXT.Pipe()
+        child = CONTEXT.Process(target=process, args=(make, given, there))
+        child.start()
+        started.append((child, here))
+    failed = {k: said for k, (_, pipe) in enumerate(started) if (said := pipe.recv()) is not None}
+    quiet()
+    for k, (child, pipe) in enumerate(started):
+        rows = failed.get(k)
+        if rows is None:
+            pipe.send(None)
+            rows = pipe.recv()
+        child.join()
+        if isinstance(rows, str):
+            print(rows, flush=True)
+        else:
+            yield rows
+
+
+def quiet() -> None:
+    """All of a batch are prepared, and timing begins."""
+    print("prepared", flush=True)
 
 
 def main() -> None:
@@ -235,6 +314,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--layouts", default="contiguous,channels_last")
+    parser.add_argument("--together", type=int, default=1, help="cells that are prepared at once")
     parser.add_argument("--quick", action="store_true", help="without the formula and torch's other layers")
     parser.add_argument("--commit", help="what to write as the commit where there is no git checkout")
     parser.add_argument("--model", action="store_true", help="also time ResNet-50 training steps")
@@ -244,7 +324,7 @@ def main() -> None:
             "benchmarks/gpu.py needs a CUDA device and found none; benchmarks/layers.py measures on the CPU"
         )
         return
-    torch.manual_seed(0)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     try:
         normlab.build_host()
     except RuntimeError as error:
@@ -265,13 +345,15 @@ def main() -> None:
         for dtype in arguments.dtypes.split(",")
         for layout in arguments.layouts.split(",")
     ]
-    for shape, dtype, layout in cells:
-        start = time.perf_counter()
-        last = layout == "channels_last"
-        keep(measure(shape, getattr(torch, dtype), last, names, rate, arguments.quick), arguments.out, device)
-        print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    jobs: list[tuple[Callable[..., Cell | ResNet], tuple]] = [
+        (Cell, (shape, getattr(torch, dtype), layout == "channels_last", names, rate, arguments.quick))
+        for shape, dtype, layout in cells
+    ]
     if arguments.model:
-        keep(resnet_steps(), arguments.out, device)
+        jobs.append((ResNet, ()))
+    for first in range(0, len(jobs), arguments.together):
+        for rows in timed_in_turn(jobs[first : first + arguments.together]):
+            keep(rows, arguments.out, device)
 
 
 def keep(rows: list[dict], out: Path, device: dict[str, object]) -> None:

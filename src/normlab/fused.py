@@ -18,7 +18,21 @@ from .activation import ACTIVATIONS, LEAK, activate
 from .affine import compose
 from .backend import one_launch
 from .engine import Rows, Rule, Update, plain
-from .launch import BLOCK, DIRECT, Launch, Shape, addresses, ceil, dense, laid, like, power, shape_of, tiles
+from .launch import (
+    BLOCK,
+    DIRECT,
+    PASSES,
+    Launch,
+    Shape,
+    addresses,
+    ceil,
+    dense,
+    laid,
+    like,
+    power,
+    shape_of,
+    tiles,
+)
 from .pools import Plan, Pooled
 
 if TYPE_CHECKING:
@@ -43,7 +57,7 @@ _COLUMNS = 32  # channels, or statistics of the batch, a program
 _SAMPLES = 32  # samples a program looks at together
 # Elements of x up to which one launch does everything. The time of larger inputs is the device's, and as many programs
 # as each pass likes serve it better.
-_WHOLE = 1 << 25
+_WHOLE = 1 << 24
 
 
 class Call(NamedTuple):
@@ -185,26 +199,26 @@ class Static:
         self.backward_floats = (
             6 * rows + 2 * self.sample_cells + 2 * self.batch_cells + 2 * affine_programs * kind.logits
         )
-        summing, writing = tiles(shape, False), tiles(shape, True)
+        moments, summing, writing = (tiles(shape, name) for name in PASSES)
         self.parted = summing.splits * 2 * rows if summing.splits > 1 else 0
         sizes = (
             n, c, width, rows, shape.s, shape.parts, self.sample_cells, sample_groups, self.batch_cells, batch_groups,
             sample_programs,
         )  # fmt: skip
         splits = (summing.per_split, summing.splits, writing.per_split, writing.splits)
-        blocks = (shape.last, summing.first, summing.second, writing.first, writing.second)
         ends = (_SAMPLES, _COLUMNS, long, BLOCK)
         flags = (
             kind.own, has_sample, has_batch, kind.mixed, *kind.order, kind.logits, kind.shared, kind.second,
             kind.renorm, kind.act, kind.residual,
         )  # fmt: skip
-        single = not shape.last and summing.second >= shape.s
+        single = not shape.last and moments.second >= shape.s
         forward = (
-            *sizes, batch_programs, *splits, *blocks, single, self.reads, self.live, wide, kind.update, *ends, *flags
+            *sizes, batch_programs, *splits, shape.last, *moments[:2], *writing[:2], single, self.reads, self.live,
+            wide, kind.update, *ends, *flags,
         )  # fmt: skip
         backward = (
-            *sizes, back_programs, affine_programs, table_programs, *splits, *blocks, self.reads, self.live, wide,
-            *ends, power(kind.logits), *flags,
+            *sizes, back_programs, affine_programs, table_programs, *splits, shape.last, *summing[:2], *writing[:2],
+            self.reads, self.live, wide, *ends, power(kind.logits), *flags,
         )  # fmt: skip
         by_rows = ceil(rows, BLOCK)
         programs = (

@@ -2,9 +2,11 @@
 
 Moments of the rows; ``act((x - center) * scale + shift + residual)``; row sums of ``dy`` and of ``dy * (x - center)``;
 ``dx``. ``x`` is contiguous, rows ``[N, R, s]``, or channels last, ``[N, parts, s, C]`` with row ``r = c * parts +
-part``. Every pass comes in both forms, which differ only in how they walk over a row. A pass is a function of a
-program's number, so that a launch may run one pass or several (:mod:`normlab.whole_kernels`). Nothing uses atomics:
-results are the same bit for bit, run to run. Capitals are constexpr.
+part``. Every pass comes in both forms, which differ only in how they walk over a row. A piece of a pass is a function
+of its number, and numbers follow memory. The four whole passes at the end share the pieces out among the programs of a
+launch, so that a launch may run one pass or several (:mod:`normlab.whole_kernels`). Those that write begin with the
+last piece: what the pass before them read last is still in the cache. Nothing uses atomics: results are the same bit
+for bit, run to run. Capitals are constexpr.
 """
 
 # Triton's annotations describe its compiler, not Python: names bound under constexpr branches, static_range, constants.
@@ -16,7 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Moments are taken about the mean of a row's first block: no cancellation, whatever the mean.
+# Moments: each place of a tile takes them about the first value it sees, so there is no cancellation, whatever the
+# mean, and nothing is summed over threads before the last tile.
+_AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, memory is waited for
 
 
 @triton.jit
@@ -61,6 +65,20 @@ def _through(z, g, leak, ACT: tl.constexpr):
 
 
 @triton.jit
+def _moments_together(about, first, second, count, size, AXIS: tl.constexpr):
+    """Mean and variance along AXIS from each place's sums of ``d`` and ``d * d``, ``d = x - about``, of ``count``
+    values."""
+    count = tl.maximum(count, 0).to(tl.float32)
+    off = first / tl.maximum(count, 1.0)
+    mean = about + off
+    rounded = tl.sum(count * mean, AXIS) / size
+    d = mean - tl.expand_dims(rounded, AXIS)
+    lost = tl.sum(count * d, AXIS) / size
+    var = tl.sum(second - first * off + count * d * d, AXIS) / size - lost * lost
+    return rounded + lost, tl.maximum(var, 0.0)
+
+
+@triton.jit
 def moments_rows(pid, x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr):
     q = pid * BQ + tl.arange(0, BQ)
     row_ok = q < rows
@@ -70,52 +88,54 @@ def moments_rows(pid, x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SIN
         mean = tl.sum(v, 1) / s
         d = tl.where(ok, v - mean[:, None], 0.0)
         var = tl.sum(d * d, 1) / s
-    else:
-        about = tl.sum(v, 1) / tl.minimum(BS, s)
-        first = tl.zeros((BQ, BS), tl.float32)
-        second = tl.zeros((BQ, BS), tl.float32)
-        for start in range(0, s, BS):
-            v, ok = _load_rows(x, q, row_ok, start + j, s)
-            d = tl.where(ok, v - about[:, None], 0.0)
-            first += d
-            second += d * d
-        off = tl.sum(first, 1) / s
-        mean = about + off
-        var = tl.maximum(tl.sum(second, 1) / s - off * off, 0.0)
+    else:  # BQ is 1
+        about = v
+        first = tl.zeros((1, BS), tl.float32)
+        second = tl.zeros((1, BS), tl.float32)
+        row = x + pid.to(tl.int64) * s
+        for start in range(0, s, _AT_ONCE * BS):
+            k = start + tl.arange(0, _AT_ONCE)[:, None] * BS + j[None, :]
+            more = tl.load(row + k, mask=k < s, other=0.0).to(tl.float32)
+            d = tl.where(k < s, more - about, 0.0)
+            first += tl.sum(d, 0, keep_dims=True)
+            second += tl.sum(d * d, 0, keep_dims=True)
+        mean, var = _moments_together(about, first, second, tl.cdiv(s - j, BS)[None, :], s, 1)
     tl.store(stats + q, mean, mask=row_ok)
     tl.store(stats + rows + q, var, mask=row_ok)
 
 
 @triton.jit
-def place_last(pid, images, C, BC: tl.constexpr):
-    """Image, channels and split of a program: images first, then blocks of channels, then splits of a row."""
+def place_last(pid, s, C, per_split, BC: tl.constexpr):
+    """Image, channels and split of a program. Neighbours in number are neighbours in memory: blocks of channels come
+    first, then splits of a row, then images."""
     blocks = tl.cdiv(C, BC)
-    rest = pid // images
-    return pid % images, (rest % blocks) * BC + tl.arange(0, BC), rest // blocks
+    splits = tl.cdiv(s, per_split)
+    rest = pid // blocks
+    return rest // splits, (pid % blocks) * BC + tl.arange(0, BC), rest % splits
 
 
 @triton.jit
-def moments_last(pid, x, out, images, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
+def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
     """``out`` is ``[splits, 2, N, R]``, each split's own moments."""
-    m, c, split = place_last(pid, images, C, BC)
-    n, part = m // parts, m % parts
+    m, c, split = place_last(pid, s, C, per_split, BC)
     low = split * per_split
     high = tl.minimum(low + per_split, s)
     j = tl.arange(0, BS)
-    v, ok = _load_last(x, m, low + j, high, s, c, C)
-    about = tl.sum(v, 0) / tl.minimum(BS, high - low)
+    about, ok = _load_last(x, m, low + j, high, s, c, C)
     first = tl.zeros((BS, BC), tl.float32)
     second = tl.zeros((BS, BC), tl.float32)
-    for start in range(low, high, BS):
+    for start in range(low + BS, high, 2 * BS):  # two tiles at once: with one, memory is waited for
         v, ok = _load_last(x, m, start + j, high, s, c, C)
-        d = tl.where(ok, v - about[None, :], 0.0)
-        first += d
-        second += d * d
+        w, ok2 = _load_last(x, m, start + BS + j, high, s, c, C)
+        d = tl.where(ok, v - about, 0.0)
+        e = tl.where(ok2, w - about, 0.0)
+        first += d + e
+        second += d * d + e * e
     size = high - low
-    off = tl.sum(first, 0) / size
-    q = n * R + c * parts + part + split * 2 * rows
-    tl.store(out + q, about + off, mask=c < C)
-    tl.store(out + rows + q, tl.maximum(tl.sum(second, 0) / size - off * off, 0.0), mask=c < C)
+    mean, var = _moments_together(about, first, second, tl.cdiv(size - j, BS)[:, None], size, 0)
+    q = (m // parts) * R + c * parts + m % parts + split * 2 * rows
+    tl.store(out + q, mean, mask=c < C)
+    tl.store(out + rows + q, var, mask=c < C)
 
 
 @triton.jit
@@ -153,13 +173,13 @@ def apply_rows(
     BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
     """``act((x - center) * scale + shift + residual)`` with ``coef [3, N, R]``."""
-    blocks = tl.cdiv(rows, BQ)
-    q = (pid % blocks) * BQ + tl.arange(0, BQ)
+    blocks = tl.cdiv(s, BS)
+    q = (pid // blocks) * BQ + tl.arange(0, BQ)
     row_ok = q < rows
     center = tl.load(coef + q, mask=row_ok, other=0.0)
     scale = tl.load(coef + rows + q, mask=row_ok, other=0.0)
     shift = tl.load(coef + 2 * rows + q, mask=row_ok, other=0.0)
-    j = (pid // blocks) * BS + tl.arange(0, BS)
+    j = (pid % blocks) * BS + tl.arange(0, BS)
     v, ok = _load_rows(x, q, row_ok, j, s)
     out = (v - center[:, None]) * scale[:, None] + shift[:, None]
     if RES:
@@ -171,10 +191,10 @@ def apply_rows(
 
 @triton.jit
 def apply_last(
-    pid, x, y, residual, coef, images, s, C, R, parts, rows, per_split, leak,
+    pid, x, y, residual, coef, s, C, R, parts, rows, per_split, leak,
     BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
-    m, c, split = place_last(pid, images, C, BC)
+    m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
     q = (m // parts) * R + c * parts + m % parts
     center = tl.load(coef + q, mask=col, other=0.0)
@@ -233,10 +253,10 @@ def sums_rows(
 
 @triton.jit
 def sums_last(
-    pid, dy, x, residual, inner, out, coef, images, s, C, R, parts, rows, per_split, leak,
+    pid, dy, x, residual, inner, out, coef, s, C, R, parts, rows, per_split, leak,
     BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
-    m, c, split = place_last(pid, images, C, BC)
+    m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
     q = (m // parts) * R + c * parts + m % parts
     center = tl.load(coef + q, mask=col, other=0.0)
@@ -272,14 +292,14 @@ def gradient_rows(
     pid, dy, x, dx, forward, coef, rows, s, leak, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr
 ):
     """``scale * g + slope * (x - mean) + offset`` with ``coef [4, N, R]``; ``forward`` has the forward coefficients."""
-    blocks = tl.cdiv(rows, BQ)
-    q = (pid % blocks) * BQ + tl.arange(0, BQ)
+    blocks = tl.cdiv(s, BS)
+    q = (pid // blocks) * BQ + tl.arange(0, BQ)
     row_ok = q < rows
     scale = tl.load(coef + q, mask=row_ok, other=0.0)
     slope = tl.load(coef + rows + q, mask=row_ok, other=0.0)
     mean = tl.load(coef + 2 * rows + q, mask=row_ok, other=0.0)
     offset = tl.load(coef + 3 * rows + q, mask=row_ok, other=0.0)
-    j = (pid // blocks) * BS + tl.arange(0, BS)
+    j = (pid % blocks) * BS + tl.arange(0, BS)
     v, ok = _load_rows(x, q, row_ok, j, s)
     g, ok = _load_rows(dy, q, row_ok, j, s)
     if ACT > 0:
@@ -293,10 +313,10 @@ def gradient_rows(
 
 @triton.jit
 def gradient_last(
-    pid, dy, x, dx, forward, coef, images, s, C, R, parts, rows, per_split, leak,
+    pid, dy, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak,
     BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    m, c, split = place_last(pid, images, C, BC)
+    m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
     q = (m // parts) * R + c * parts + m % parts
     scale = tl.load(coef + q, mask=col, other=0.0)
@@ -319,3 +339,87 @@ def gradient_last(
         out = g * scale[None, :] + (v - mean[None, :]) * slope[None, :] + offset[None, :]
         at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=ok)
+
+
+# --- whole passes: the pieces of a launch's programs ------------------------------------------------------------------
+
+
+@triton.jit
+def moments_pass(
+    x, stats, parted, images, s, C, R, parts, rows, per_split, splits,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """Channels last, here and below, BQ is positions and BS channels of a tile, and ``parted`` is for split rows."""
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if LAST:
+        into = stats
+        if splits > 1:
+            into = parted
+        for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
+            moments_last(p, x, into, s, C, R, parts, rows, per_split, BQ, BS)
+    else:
+        for p in range(pid, tl.cdiv(rows, BQ), step):
+            moments_rows(p, x, stats, rows, s, BQ, BS, SINGLE)
+
+
+@triton.jit
+def apply_pass(
+    x, y, residual, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if LAST:
+        pieces = images * tl.cdiv(C, BS) * splits
+        for p in range(pid, pieces, step):
+            apply_last(
+                pieces - 1 - p, x, y, residual, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES
+            )  # fmt: skip
+    else:
+        pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
+        for p in range(pid, pieces, step):
+            apply_rows(pieces - 1 - p, x, y, residual, coef, rows, s, leak, BQ, BS, ACT, RES)
+
+
+@triton.jit
+def sums_pass(
+    dy, x, residual, inner, sums, parted, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if LAST:
+        into = sums
+        if splits > 1:
+            into = parted
+        for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
+            sums_last(
+                p, dy, x, residual, inner, into, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES
+            )  # fmt: skip
+    else:
+        for p in range(pid, tl.cdiv(rows, BQ), step):
+            sums_rows(p, dy, x, residual, inner, sums, coef, rows, s, leak, BQ, BS, ACT, RES)
+
+
+@triton.jit
+def gradient_pass(
+    dy, x, inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    """Beside a residual, the gradient before the activation already lies in ``inner``."""
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    g = dy
+    if RES and ACT > 0:
+        g = inner
+    if LAST:
+        pieces = images * tl.cdiv(C, BS) * splits
+        for p in range(pid, pieces, step):
+            gradient_last(
+                pieces - 1 - p, g, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT * (1 - RES)
+            )  # fmt: skip
+    else:
+        pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
+        for p in range(pid, pieces, step):
+            gradient_rows(pieces - 1 - p, g, x, dx, forward, coef, rows, s, leak, BQ, BS, ACT * (1 - RES))

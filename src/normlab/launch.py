@@ -37,7 +37,9 @@ Tensors: TypeAlias = tuple[Tensor | None, ...]
 # Compiled kernels are called directly, and their programs may wait for each other, as Triton has it for CUDA.
 DIRECT = torch.version.hip is None
 BLOCK = 256  # rows a program, where a program's work is on rows and not on x
-_SMALL_TILE, _LARGE_TILE = 2048, 4096  # elements a program: of passes that sum, and of passes that write
+PASSES = ("moments", "sums", "write")
+_PROGRAMS = 528  # that fill a device and sum; twice as many where x is large
+_LARGE = 1 << 25  # elements
 
 
 class _Pointer:
@@ -211,24 +213,35 @@ class Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def tiles(shape: Shape, writes: bool) -> Tiles:
-    """Tiles of a pass that sums rows, or of one that writes a tensor.
+def tiles(shape: Shape, name: str) -> Tiles:
+    """Tiles of a pass: ``moments`` and ``sums``, which sum rows, or ``write``.
 
-    Channels last, rows are split until there are enough programs to fill the device, each with two tiles at least.
+    Contiguous, moments take a row of up to 4,096 elements at once. Channels last, a pass that writes takes a tile a
+    program. One that sums splits rows until there are enough programs to fill the device, each with two tiles at least;
+    both split them alike.
     """
+    writes, wide = name == "write", shape.dtype.itemsize > 2
+    small = 1024 if wide else 2048
     if not shape.last:
-        limit = _LARGE_TILE if writes else _SMALL_TILE
+        limit = {"moments": 2048, "sums": 3072 - small, "write": small}[name]
         positions = min(power(shape.s), limit)
+        if name == "moments":
+            positions = power(shape.s) if shape.s <= 4096 else 1024
         rows = min(max(1, limit // positions), power(shape.rows))
+        rows = 1 if shape.s > positions else rows
         blocks = ceil(shape.s, positions) if writes else 1
         return Tiles(rows, positions, ceil(shape.rows, rows) * blocks, shape.s, 1)
     channels = min(power(shape.c), 64)
     positions = min(power(shape.s), 4096 // channels)
     images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
-    wanted = 1056 if writes else 528
-    splits = max(1, min(ceil(wanted, images * blocks), ceil(shape.s, positions * 2)))
-    per = ceil(ceil(shape.s, splits), positions) * positions
+    per = positions
+    if not writes:
+        wanted = _PROGRAMS * (1 if shape.rows * shape.s < _LARGE else 2)
+        splits = max(1, min(ceil(wanted, images * blocks), ceil(shape.s, positions * 2)))
+        per = ceil(ceil(shape.s, splits), positions) * positions
     splits = ceil(shape.s, per)
+    if name == "moments":
+        positions = min(power(shape.s), 2048 // channels)
     return Tiles(positions, channels, images * blocks * splits, per, splits)
 
 
@@ -240,13 +253,13 @@ def _launch(
     name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: bool, join: bool = False
 ) -> Launch:
     writes = name in ("apply", "gradient")
-    t = tiles(shape, writes)
-    sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split)
+    t = tiles(shape, "write" if writes else name)
+    sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
     if writes:
         fixed = (*sizes, shape.last, t.first, t.second)
         return Launch(getattr(whole_kernels, name), t.programs, fixed, shape.device)
     single = (not shape.last and t.second >= shape.s,) if name == "moments" else ()
-    fixed = (*sizes, t.splits, shape.last, t.first, t.second, *single, BLOCK, join)
+    fixed = (*sizes, shape.last, t.first, t.second, *single, BLOCK, join)
     programs = ceil(shape.rows * (2 if name == "sums" else 1), BLOCK) if join else t.programs
     return Launch(getattr(whole_kernels, name), programs, fixed, shape.device)
 
@@ -256,7 +269,7 @@ def _run(name: str, shape: Shape, *given: Tensor) -> None:
     types, aligned = tuple(t.dtype for t in given), all(p % 16 == 0 for p in pointers)
     with _on(shape.device):
         _launch(name, shape, types, aligned)(given, pointers)
-        if name in ("moments", "sums") and tiles(shape, False).splits > 1:
+        if name in ("moments", "sums") and tiles(shape, "sums").splits > 1:
             _launch(name, shape, types, aligned, True)(given, pointers)
 
 
@@ -279,7 +292,7 @@ def _floats(x: Tensor, *size: int) -> Tensor:
 
 def _parted(x: Tensor, shape: Shape) -> Tensor:
     """Room for what is summed of the splits of rows."""
-    splits = tiles(shape, False).splits
+    splits = tiles(shape, "sums").splits
     return _floats(x, splits * 2 * shape.rows if splits > 1 else 1)
 
 

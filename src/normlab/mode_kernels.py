@@ -21,18 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels import (
-    apply_last,
-    apply_rows,
-    gradient_last,
-    gradient_rows,
-    join_moments,
-    join_sums,
-    moments_last,
-    moments_rows,
-    sums_last,
-    sums_rows,
-)
+from .kernels import apply_pass, gradient_pass, join_moments, join_sums, moments_pass, sums_pass
 from .pool_kernels import _row_affine, _second
 from .whole_kernels import _meet
 
@@ -357,15 +346,7 @@ def forward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        if LAST:
-            into = stats
-            if splits > 1:
-                into = parted
-            for p in range(pid, N * tl.cdiv(C, BS) * splits, step):
-                moments_last(p, x, into, N, s, C, C, 1, rows, per_split, BQ, BS)
-        else:
-            for p in range(pid, tl.cdiv(rows, BQ), step):
-                moments_rows(p, x, stats, rows, s, BQ, BS, SINGLE)
+        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, LAST, BQ, BS, SINGLE)
         if MEET:
             _meet(counter)
     if LAST and FIRST <= 1 and STOP > 1:
@@ -388,12 +369,9 @@ def forward(
         if MEET:
             _meet(counter)
     if FIRST <= 4 and STOP > 4:
-        if LAST:
-            for p in range(pid, N * tl.cdiv(C, BS2) * splits2, step):
-                apply_last(p, x, y, residual, work, N, s, C, C, 1, rows, per_split2, leak, BQ2, BS2, ACT, RES)
-        else:
-            for p in range(pid, tl.cdiv(rows, BQ2) * tl.cdiv(s, BS2), step):
-                apply_rows(p, x, y, residual, work, rows, s, leak, BQ2, BS2, ACT, RES)
+        apply_pass(
+            x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, LAST, BQ2, BS2, ACT, RES
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -418,17 +396,10 @@ def backward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        if LAST:
-            into = sums
-            if splits > 1:
-                into = parted
-            for p in range(pid, N * tl.cdiv(C, BS) * splits, step):
-                sums_last(
-                    p, dy, x, residual, inner, into, work, N, s, C, C, 1, rows, per_split, leak, BQ, BS, ACT, RES
-                )  # fmt: skip
-        else:
-            for p in range(pid, tl.cdiv(rows, BQ), step):
-                sums_rows(p, dy, x, residual, inner, sums, work, rows, s, leak, BQ, BS, ACT, RES)
+        sums_pass(
+            dy, x, residual, inner, sums, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
+            LAST, BQ, BS, ACT, RES,
+        )  # fmt: skip
         if MEET:
             _meet(counter)
     if LAST and FIRST <= 1 and STOP > 1:
@@ -457,20 +428,7 @@ def backward(
         for p in range(pid, tl.cdiv(C, BC), step):
             _gate_gradients(p, stats, at_logits, d_gate_weight, d_gate_bias, N, C, K, BN, BC)
     if FIRST <= 5 and STOP > 5:
-        # Beside a residual, the gradient before the activation already lies in `inner`.
-        if LAST:
-            for p in range(pid, N * tl.cdiv(C, BS2) * splits2, step):
-                if RES and ACT > 0:
-                    gradient_last(
-                        p, inner, x, dx, work, coef, N, s, C, C, 1, rows, per_split2, leak, BQ2, BS2, 0
-                    )
-                else:
-                    gradient_last(
-                        p, dy, x, dx, work, coef, N, s, C, C, 1, rows, per_split2, leak, BQ2, BS2, ACT
-                    )
-        else:
-            for p in range(pid, tl.cdiv(rows, BQ2) * tl.cdiv(s, BS2), step):
-                if RES and ACT > 0:
-                    gradient_rows(p, inner, x, dx, work, coef, rows, s, leak, BQ2, BS2, 0)
-                else:
-                    gradient_rows(p, dy, x, dx, work, coef, rows, s, leak, BQ2, BS2, ACT)
+        gradient_pass(
+            dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
+            LAST, BQ2, BS2, ACT, RES,
+        )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import fused, mode_kernels
 from .backend import one_launch
 from .fused import Prepared, launches_of
-from .launch import BLOCK, DIRECT, Shape, ceil, power, tiles
+from .launch import BLOCK, DIRECT, PASSES, Shape, ceil, power, tiles
 
 __all__ = ["Kind", "Static", "mode_views", "prepare"]
 
@@ -49,13 +49,12 @@ class Static:
         self.kind, self.shape = kind, shape
         self.forward_floats = 5 * rows + n * k + 2 * k * c + k
         self.backward_floats = 6 * rows + 2 * k * c + n * k
-        summing, writing = tiles(shape, False), tiles(shape, True)
+        moments, summing, writing = (tiles(shape, name) for name in PASSES)
         self.parted = summing.splits * 2 * rows if summing.splits > 1 else 0
         sizes = (
-            n, c, rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits,
-            shape.last, summing.first, summing.second, writing.first, writing.second,
+            n, c, rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits, shape.last
         )  # fmt: skip
-        single = not shape.last and summing.second >= shape.s
+        single = not shape.last and moments.second >= shape.s
         width = power(k)
         ends = (min(power(n), _SAMPLES), _COLUMNS, min(power(c), max(16, _TILE // width)), BLOCK, k, width)
         affine = (kind.shared, kind.second, kind.act, kind.residual)
@@ -67,8 +66,8 @@ class Static:
         back = (
             summing.programs, ceil(2 * rows, BLOCK) if self.parted else 0, blocks, n, blocks, writing.programs
         )  # fmt: skip
-        forward = (*sizes, single, *ends, kind.live, kind.update, *affine)
-        backward = (*sizes, *ends, kind.live, *affine)
+        forward = (*sizes, *moments[:2], *writing[:2], single, *ends, kind.live, kind.update, *affine)
+        backward = (*sizes, *summing[:2], *writing[:2], *ends, kind.live, *affine)
         self.forward = launches_of(mode_kernels.forward, programs, forward, self, _FORWARD)
         self.backward = launches_of(mode_kernels.backward, back, backward, self, _BACKWARD)
         without = (*back[:5], 0)  # where dx is not wanted

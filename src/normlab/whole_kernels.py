@@ -19,18 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels import (
-    apply_last,
-    apply_rows,
-    gradient_last,
-    gradient_rows,
-    join_moments,
-    join_sums,
-    moments_last,
-    moments_rows,
-    sums_last,
-    sums_rows,
-)
+from .kernels import apply_pass, gradient_pass, join_moments, join_sums, moments_pass, sums_pass
 from .pool_kernels import coefficients, coefficients_backward, pool_backward, pool_forward
 
 # Numbers that no address depends on: to compile for each that is one, or a multiple of 16, would be for nothing.
@@ -96,15 +85,7 @@ def forward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        if LAST:
-            into = stats
-            if splits > 1:
-                into = parted
-            for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
-                moments_last(p, x, into, images, s, C, R, parts, rows, per_split, BQ, BS)
-        else:
-            for p in range(pid, tl.cdiv(rows, BQ), step):
-                moments_rows(p, x, stats, rows, s, BQ, BS, SINGLE)
+        moments_pass(x, stats, parted, images, s, C, R, parts, rows, per_split, splits, LAST, BQ, BS, SINGLE)
         if MEET:
             _meet(counter)
     if LAST and FIRST <= 1 and STOP > 1:
@@ -134,30 +115,10 @@ def forward(
         if MEET:
             _meet(counter)
     if FIRST <= 4 and STOP > 4:
-        if LAST:
-            for p in range(pid, images * tl.cdiv(C, BS2) * splits2, step):
-                apply_last(
-                    p,
-                    x,
-                    y,
-                    residual,
-                    work,
-                    images,
-                    s,
-                    C,
-                    R,
-                    parts,
-                    rows,
-                    per_split2,
-                    leak,
-                    BQ2,
-                    BS2,
-                    ACT,
-                    RES,
-                )
-        else:
-            for p in range(pid, tl.cdiv(rows, BQ2) * tl.cdiv(s, BS2), step):
-                apply_rows(p, x, y, residual, work, rows, s, leak, BQ2, BS2, ACT, RES)
+        apply_pass(
+            x, y, residual, work, images, s, C, R, parts, rows, per_split2, splits2, leak,
+            LAST, BQ2, BS2, ACT, RES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -189,18 +150,10 @@ def backward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        if LAST:
-            into = sums
-            if splits > 1:
-                into = parted
-            for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
-                sums_last(
-                    p, dy, x, residual, inner, into, work, images, s, C, R, parts, rows, per_split, leak,
-                    BQ, BS, ACT, RES,
-                )  # fmt: skip
-        else:
-            for p in range(pid, tl.cdiv(rows, BQ), step):
-                sums_rows(p, dy, x, residual, inner, sums, work, rows, s, leak, BQ, BS, ACT, RES)
+        sums_pass(
+            dy, x, residual, inner, sums, parted, work, images, s, C, R, parts, rows, per_split, splits, leak,
+            LAST, BQ, BS, ACT, RES,
+        )  # fmt: skip
         if MEET:
             _meet(counter)
     if LAST and FIRST <= 1 and STOP > 1:
@@ -233,55 +186,10 @@ def backward(
         if MEET:
             _meet(counter)
     if FIRST <= 4 and STOP > 4:
-        # Beside a residual, the gradient before the activation already lies in `inner`.
-        if LAST:
-            for p in range(pid, images * tl.cdiv(C, BS2) * splits2, step):
-                if RES and ACT > 0:
-                    gradient_last(
-                        p,
-                        inner,
-                        x,
-                        dx,
-                        work,
-                        coef,
-                        images,
-                        s,
-                        C,
-                        R,
-                        parts,
-                        rows,
-                        per_split2,
-                        leak,
-                        BQ2,
-                        BS2,
-                        0,
-                    )
-                else:
-                    gradient_last(
-                        p,
-                        dy,
-                        x,
-                        dx,
-                        work,
-                        coef,
-                        images,
-                        s,
-                        C,
-                        R,
-                        parts,
-                        rows,
-                        per_split2,
-                        leak,
-                        BQ2,
-                        BS2,
-                        ACT,
-                    )
-        else:
-            for p in range(pid, tl.cdiv(rows, BQ2) * tl.cdiv(s, BS2), step):
-                if RES and ACT > 0:
-                    gradient_rows(p, inner, x, dx, work, coef, rows, s, leak, BQ2, BS2, 0)
-                else:
-                    gradient_rows(p, dy, x, dx, work, coef, rows, s, leak, BQ2, BS2, ACT)
+        gradient_pass(
+            dy, x, inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
+            LAST, BQ2, BS2, ACT, RES,
+        )  # fmt: skip
 
 
 # --- the passes alone, for rules outside the family -------------------------------------------------------------------
@@ -292,16 +200,12 @@ def moments(
     x, stats, parted, N, C, R, rows, s, parts, per_split, splits,
     LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
     if JOIN:
-        join_moments(pid, parted, stats, rows, s, per_split, splits, B)
-    elif LAST:
-        into = stats
-        if splits > 1:
-            into = parted
-        moments_last(pid, x, into, N * parts, s, C, R, parts, rows, per_split, BQ, BS)
+        join_moments(tl.program_id(0), parted, stats, rows, s, per_split, splits, B)
     else:
-        moments_rows(pid, x, stats, rows, s, BQ, BS, SINGLE)
+        moments_pass(
+            x, stats, parted, N * parts, s, C, R, parts, rows, per_split, splits, LAST, BQ, BS, SINGLE
+        )
 
 
 @triton.jit
@@ -309,29 +213,34 @@ def sums(
     dy, x, out, coef, parted, N, C, R, rows, s, parts, per_split, splits,
     LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
     if JOIN:
-        join_sums(pid, parted, out, rows, splits, B)
-    elif LAST:
-        into = out
-        if splits > 1:
-            into = parted
-        sums_last(
-            pid, dy, x, x, x, into, coef, N * parts, s, C, R, parts, rows, per_split, 0.0, BQ, BS, 0, False
-        )
+        join_sums(tl.program_id(0), parted, out, rows, splits, B)
     else:
-        sums_rows(pid, dy, x, x, x, out, coef, rows, s, 0.0, BQ, BS, 0, False)
+        sums_pass(
+            dy, x, x, x, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, 0.0,
+            LAST, BQ, BS, 0, False,
+        )  # fmt: skip
 
 
 @triton.jit
 def apply(
-    x, y, coef, N, C, R, rows, s, parts, per_split, LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr
+    x,
+    y,
+    coef,
+    N,
+    C,
+    R,
+    rows,
+    s,
+    parts,
+    per_split,
+    splits,
+    LAST: tl.constexpr,
+    BQ: tl.constexpr,
+    BS: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    if LAST:
-        apply_last(pid, x, y, x, coef, N * parts, s, C, R, parts, rows, per_split, 0.0, BQ, BS, 0, False)
-    else:
-        apply_rows(pid, x, y, x, coef, rows, s, 0.0, BQ, BS, 0, False)
+    images = N * parts
+    apply_pass(x, y, x, coef, images, s, C, R, parts, rows, per_split, splits, 0.0, LAST, BQ, BS, 0, False)
 
 
 @triton.jit
@@ -347,12 +256,30 @@ def gradient(
     s,
     parts,
     per_split,
+    splits,
     LAST: tl.constexpr,
     BQ: tl.constexpr,
     BS: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    if LAST:
-        gradient_last(pid, dy, x, dx, coef, coef, N * parts, s, C, R, parts, rows, per_split, 0.0, BQ, BS, 0)
-    else:
-        gradient_rows(pid, dy, x, dx, coef, coef, rows, s, 0.0, BQ, BS, 0)
+    gradient_pass(
+        dy,
+        x,
+        x,
+        dx,
+        coef,
+        coef,
+        N * parts,
+        s,
+        C,
+        R,
+        parts,
+        rows,
+        per_split,
+        splits,
+        0.0,
+        LAST,
+        BQ,
+        BS,
+        0,
+        False,
+    )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import calibrate, fuse
+from .. import calibrate, fuse, route
 from ..backend import backend
 from ..layers import Norm, SwitchNorm
 from .errors import LabError
@@ -444,10 +444,13 @@ def _fused(model: nn.Module, ctx: Context) -> nn.Module:
         return model
     if either.code != tested.code:  # it does something else in training, and a graph has one or the other
         return model
-    try:
-        return fuse(model, pixels(ctx.data.test.x[:2]))  # shapes show which additions can be taken in
-    except (ValueError, RuntimeError):  # separated layers ask for a branch
+    x = pixels(ctx.data.test.x[:2])  # shapes show which additions can be taken in
+    wanted = {name for m in model.modules() if isinstance(m, Norm) for name in m.wants}
+    if wanted - {"branch"}:  # and nothing is known of labels and styles here
         return tested
+    first = torch.zeros(len(x), dtype=torch.int64, device=ctx.device)
+    with route(model, branch=first) if wanted else nullcontext():
+        return fuse(model, x)
 
 
 class _Captured:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .. import host, modes, running
 from ..activation import ACTIVATIONS, LEAK
+from ..backend import one_launch
 from ..engine import Coefficients, Moments, Rule, must_trace
 from ..fused import (
     Affine,
@@ -126,6 +127,8 @@ class Ready:
     def _takes_native(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> bool:
         """Whether torch's own operator serves this call, being quicker."""
         if not self.native or affine.second != 0 or layer.act is not None or residual is not None:
+            return False
+        if one_launch() and host.library(self.kind.shape.device) is not None:
             return False
         return affine.weight is None or affine.weight.dtype in (torch.float32, x.dtype)
 
@@ -280,7 +283,8 @@ def _quick_native(ready: Ready, of: Norm) -> Quick | None:
 def _torch_is_quicker(kind: Kind) -> bool:
     """Whether this is batch norm of a size at which torch's kernels take less time: see benchmarks/gpu.csv.
 
-    Small inputs are bound by the host, and an operator of torch costs it less than one in Python. Of contiguous inputs
+    That counts where Python would launch the kernels, which costs the host more than torch's operator, and where the
+    host does not count (launches are ``several``). The compiled host path is quicker than either. Of contiguous inputs
     torch gives a channel to a block, so that it needs many channels.
     """
     shape = kind.shape
