@@ -29,6 +29,7 @@ from .launch import (
     dense,
     laid,
     like,
+    pass_alone,
     power,
     shape_of,
     tiles,
@@ -230,23 +231,57 @@ class Static:
             sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
         )  # fmt: skip
         self.meet = DIRECT and one_launch() and rows * shape.s <= _WHOLE
-        self.forward = launches_of(whole_kernels.forward, programs, forward, self)
-        self.backward = launches_of(whole_kernels.backward, back, backward, self)
+        ahead, after = (None, None) if self.meet else passes_of_x(shape, kind.act, kind.residual, 4)
+        self.forward = launches_of(whole_kernels.forward, programs, forward, self, alone=ahead)
+        kernel = whole_kernels.backward
+        self.backward = launches_of(kernel, back, backward, self, alone=after)
         # Nothing but dx is wanted, and no statistic depends on x: no sums are needed. And where dx is not wanted.
-        self.backward_of_x = launches_of(whole_kernels.backward, (0, 0, 0, *back[3:]), backward, self)
-        self.backward_of_parameters = launches_of(whole_kernels.backward, (*back[:4], 0), backward, self)
+        self.backward_of_x = launches_of(kernel, (0, 0, 0, *back[3:]), backward, self, alone=after)
+        self.backward_of_parameters = launches_of(kernel, (*back[:4], 0), backward, self, alone=after)
+
+
+def passes_of_x(
+    shape: Shape, act: int, residual: bool, dx: int
+) -> tuple[dict[int, Launch], dict[int, Launch]]:
+    """The passes over ``x`` of either direction as launches of their own, by their numbers, ``dx`` among them.
+
+    They are the same for every rule, so that a model whose layers differ compiles them once. What they take is numbered
+    as :class:`_Normalize` hands it over.
+    """
+    of_moments, of_sums = ((0, 3, 4), ()), ((0, 1, 3, 4, 6, 5, 7), (1,))
+    stats, coefficients = 3 * shape.rows, 2 * shape.rows  # where they begin in `work` and `back`
+    forward = {
+        0: pass_alone("moments", shape, at=stats, takes=of_moments),
+        1: pass_alone("moments", shape, join=True, at=stats, takes=of_moments),
+        4: pass_alone("apply", shape, act, residual, takes=((0, 1, 2, 3), (7,))),
+    }
+    backward = {
+        0: pass_alone("sums", shape, act, residual, takes=of_sums),
+        1: pass_alone("sums", shape, act, residual, join=True, takes=of_sums),
+        dx: pass_alone("gradient", shape, act, residual, at=coefficients, takes=((0, 1, 4, 2, 5, 6), (1,))),
+    }
+    return forward, backward
 
 
 def launches_of(
-    kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...], static: Any, takes: Any = None
-) -> list[Launch]:
-    """One launch that meets between passes, or one for each pass; a pass without programs is left out."""
+    kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...], static: Any, takes: Any = None,
+    alone: dict[int, Launch] | None = None,
+) -> list[Launch]:  # fmt: skip
+    """One launch that meets between passes, or one for each pass; a pass without programs is left out.
+
+    ``alone`` has launches that serve instead of the kernel's passes of their numbers.
+    """
     wanted = [k for k, p in enumerate(programs) if p]
     device = static.shape.device
     if static.meet:
         first, stop = wanted[0], wanted[-1] + 1
         return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, True, takes)]
-    return [Launch(kernel, programs[k], (*fixed, k, k + 1, False), device, False, takes) for k in wanted]
+    return [
+        found
+        if alone is not None and (found := alone.get(k)) is not None
+        else Launch(kernel, programs[k], (*fixed, k, k + 1, False), device, False, takes)
+        for k in wanted
+    ]
 
 
 class Prepared:

@@ -29,6 +29,7 @@ __all__ = [
     "laid",
     "like",
     "moments",
+    "pass_alone",
     "sums",
     "tiles",
 ]
@@ -241,8 +242,32 @@ def tiles(shape: Shape, name: str) -> Tiles:
         per = ceil(ceil(shape.s, splits), positions) * positions
     splits = ceil(shape.s, per)
     if name == "moments":
-        positions = min(power(shape.s), 2048 // channels)
+        positions = min(power(shape.s), 1024 // channels)
     return Tiles(positions, channels, images * blocks * splits, per, splits)
+
+
+def pass_alone(
+    name: str,
+    shape: Shape,
+    act: int = 0,
+    residual: bool = False,
+    *,
+    join: bool = False,
+    at: int = 0,
+    takes: Any = None,
+) -> Launch:
+    """The launch of one pass: ``moments``, ``sums``, ``apply`` or ``gradient``; with ``join``, of what was split."""
+    t = tiles(shape, name if name in PASSES else "write")
+    sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
+    fixed = (*sizes, shape.last, t.first, t.second)
+    programs = ceil(shape.rows * (2 if name == "sums" else 1), BLOCK) if join else t.programs
+    if name == "moments":
+        fixed = (at, *fixed, not shape.last and t.second >= shape.s, BLOCK, join)
+    elif name == "sums":
+        fixed = (*fixed, act, residual, BLOCK, join)
+    else:
+        fixed = (*fixed, act, residual) if name == "apply" else (at, *fixed, act, residual)
+    return Launch(getattr(whole_kernels, name), programs, fixed, shape.device, False, takes)
 
 
 # --- the same names and arguments as the torch passes -----------------------------------------------------------------
@@ -252,25 +277,16 @@ def tiles(shape: Shape, name: str) -> Tiles:
 def _launch(
     name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: bool, join: bool = False
 ) -> Launch:
-    writes = name in ("apply", "gradient")
-    t = tiles(shape, "write" if writes else name)
-    sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
-    if writes:
-        fixed = (*sizes, shape.last, t.first, t.second)
-        return Launch(getattr(whole_kernels, name), t.programs, fixed, shape.device)
-    single = (not shape.last and t.second >= shape.s,) if name == "moments" else ()
-    fixed = (*sizes, shape.last, t.first, t.second, *single, BLOCK, join)
-    programs = ceil(shape.rows * (2 if name == "sums" else 1), BLOCK) if join else t.programs
-    return Launch(getattr(whole_kernels, name), programs, fixed, shape.device)
+    return pass_alone(name, shape, join=join)
 
 
-def _run(name: str, shape: Shape, *given: Tensor) -> None:
+def _run(name: str, shape: Shape, *given: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
     pointers = addresses(given)
     types, aligned = tuple(t.dtype for t in given), all(p % 16 == 0 for p in pointers)
     with _on(shape.device):
-        _launch(name, shape, types, aligned)(given, pointers)
+        _launch(name, shape, types, aligned)(given, pointers, numbers)
         if name in ("moments", "sums") and tiles(shape, "sums").splits > 1:
-            _launch(name, shape, types, aligned, True)(given, pointers)
+            _launch(name, shape, types, aligned, True)(given, pointers, numbers)
 
 
 def addresses(tensors: Tensors) -> list[int]:
@@ -300,7 +316,7 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
     x, last = dense(x)
     shape = shape_of(x, rows, last)
     stats = _floats(x, 2, shape.n, shape.width)
-    _run("moments", shape, x, stats, _parted(x, shape))
+    _run("moments", shape, x, stats, _parted(x, shape), numbers=())
     return stats
 
 
@@ -316,7 +332,7 @@ def _stacked(x: Tensor, rows: Rows, *given: Tensor | None) -> Tensor:
 def apply(x: Tensor, rows: Rows, coefficients: Coefficients, *, far: bool) -> Tensor:
     x, last = dense(x)
     y = torch.empty_like(x)
-    _run("apply", shape_of(x, rows, last), x, y, _stacked(x, rows, *coefficients))
+    _run("apply", shape_of(x, rows, last), x, y, x, _stacked(x, rows, *coefficients))
     return y
 
 
@@ -325,7 +341,7 @@ def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Ten
     dy = like(dy, x, last)
     shape = shape_of(x, rows, last)
     out = _floats(x, 2, shape.n, shape.width)
-    _run("sums", shape, dy, x, out, _stacked(x, rows, center), _parted(x, shape))
+    _run("sums", shape, dy, x, x, x, out, _stacked(x, rows, center), _parted(x, shape))
     return out[0], out[1]
 
 
@@ -342,5 +358,6 @@ def input_gradient(
     dy = x if dy is None else like(dy, x, last)  # with no scale it counts for nothing
     about = None if slope is None else mean
     dx = torch.empty_like(x)
-    _run("gradient", shape_of(x, rows, last), dy, x, dx, _stacked(x, rows, scale, slope, about, offset))
+    coefficients = _stacked(x, rows, scale, slope, about, offset)
+    _run("gradient", shape_of(x, rows, last), dy, x, x, dx, coefficients, coefficients)
     return dx

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import fused, mode_kernels
 from .backend import one_launch
-from .fused import Prepared, launches_of
+from .fused import Prepared, launches_of, passes_of_x
 from .launch import BLOCK, DIRECT, PASSES, Shape, ceil, power, tiles
 
 __all__ = ["Kind", "Static", "mode_views", "prepare"]
@@ -68,10 +68,13 @@ class Static:
         )  # fmt: skip
         forward = (*sizes, *moments[:2], *writing[:2], single, *ends, kind.live, kind.update, *affine)
         backward = (*sizes, *summing[:2], *writing[:2], *ends, kind.live, *affine)
-        self.forward = launches_of(mode_kernels.forward, programs, forward, self, _FORWARD)
-        self.backward = launches_of(mode_kernels.backward, back, backward, self, _BACKWARD)
+        ahead, after = (None, None) if self.meet else passes_of_x(shape, kind.act, kind.residual, 5)
+        self.forward = launches_of(mode_kernels.forward, programs, forward, self, _FORWARD, ahead)
+        self.backward = launches_of(mode_kernels.backward, back, backward, self, _BACKWARD, after)
         without = (*back[:5], 0)  # where dx is not wanted
-        self.backward_of_parameters = launches_of(mode_kernels.backward, without, backward, self, _BACKWARD)
+        self.backward_of_parameters = launches_of(
+            mode_kernels.backward, without, backward, self, _BACKWARD, after
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -192,14 +192,18 @@ def backward(
         )  # fmt: skip
 
 
-# --- the passes alone, for rules outside the family -------------------------------------------------------------------
+# --- the passes alone: what they are compiled for does not depend on the rule -----------------------------------------
+
+_SIZES = ["N", "per_split", "splits"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def moments(
-    x, stats, parted, N, C, R, rows, s, parts, per_split, splits,
+    x, stats, parted, at, N, C, R, rows, s, parts, per_split, splits,
     LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
+    """They begin ``at`` in ``stats``; JOIN: from those of split rows."""
+    stats += at
     if JOIN:
         join_moments(tl.program_id(0), parted, stats, rows, s, per_split, splits, B)
     else:
@@ -208,78 +212,38 @@ def moments(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def sums(
-    dy, x, out, coef, parted, N, C, R, rows, s, parts, per_split, splits,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
+    dy, x, residual, inner, out, coef, parted, leak, N, C, R, rows, s, parts, per_split, splits,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, B: tl.constexpr,
+    JOIN: tl.constexpr,
 ):  # fmt: skip
     if JOIN:
         join_sums(tl.program_id(0), parted, out, rows, splits, B)
     else:
         sums_pass(
-            dy, x, x, x, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, 0.0,
-            LAST, BQ, BS, 0, False,
+            dy, x, residual, inner, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
+            LAST, BQ, BS, ACT, RES,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def apply(
-    x,
-    y,
-    coef,
-    N,
-    C,
-    R,
-    rows,
-    s,
-    parts,
-    per_split,
-    splits,
-    LAST: tl.constexpr,
-    BQ: tl.constexpr,
-    BS: tl.constexpr,
-):
-    images = N * parts
-    apply_pass(x, y, x, coef, images, s, C, R, parts, rows, per_split, splits, 0.0, LAST, BQ, BS, 0, False)
+    x, y, residual, coef, leak, N, C, R, rows, s, parts, per_split, splits,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    apply_pass(
+        x, y, residual, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak, LAST, BQ, BS, ACT, RES
+    )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def gradient(
-    dy,
-    x,
-    dx,
-    coef,
-    N,
-    C,
-    R,
-    rows,
-    s,
-    parts,
-    per_split,
-    splits,
-    LAST: tl.constexpr,
-    BQ: tl.constexpr,
-    BS: tl.constexpr,
-):
+    dy, x, inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    """Coefficients begin ``at`` in ``coef``."""
     gradient_pass(
-        dy,
-        x,
-        x,
-        dx,
-        coef,
-        coef,
-        N * parts,
-        s,
-        C,
-        R,
-        parts,
-        rows,
-        per_split,
-        splits,
-        0.0,
-        LAST,
-        BQ,
-        BS,
-        0,
-        False,
-    )
+        dy, x, inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
+        LAST, BQ, BS, ACT, RES,
+    )  # fmt: skip

@@ -72,7 +72,7 @@ def case_of(main: str, aux: str = "", setting: tuple[str, str] = FULL, norm: str
     streams = f"main={augmentation(main, setting)}, aux={second}"
     if norm == "batch":
         return {"norm": "batch", "recipe": f"streams({streams}, separated=false, forward=one)"}
-    return {"norm": norm or "auxiliary", "recipe": f"streams({streams})"}
+    return {"norm": norm or "auxiliary", "recipe": f"streams({streams}, forward=one)"}
 
 
 def note(ctx: Context, full: str) -> str:
