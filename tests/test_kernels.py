@@ -306,6 +306,23 @@ def test_where_torch_is_quicker_its_operator_serves(training: bool, monkeypatch:
     assert int(layer.num_batches_tracked[0]) == 0  # type: ignore[index]
 
 
+@pytest.mark.parametrize("host", ["python", "compiled"])
+@pytest.mark.parametrize("make", [normlab.AuxiliaryBatchNorm2d, normlab.SandwichAuxiliaryBatchNorm2d])
+def test_a_branch_whose_statistics_stay_as_they_are(make: Any, host: str):
+    """In training the batch normalizes, and nothing is read of the branch's running statistics, nor written."""
+    layer = make(6).to(DEVICE)
+    x, found = torch.randn(4, 6, 3, 5, device=DEVICE), []
+    for how in ("torch", "triton", "triton"):
+        y = x.clone().requires_grad_()
+        with normlab.backend(how, host=host), normlab.no_update(layer):
+            layer(y, "aux").square().sum().backward()
+        found.append((y.grad, *(p.grad for p in layer.parameters())))
+        layer.zero_grad()
+    for kernels in found[1:]:
+        assert_close(kernels, found[0], rtol=1e-4, atol=1e-4)
+    assert layer.num_batches_tracked.tolist() == [0, 0]  # type: ignore[operator]
+
+
 SEPARATED: dict[str, dict[str, Any]] = {
     "auxiliary": {"affine": "branch"},
     "sandwich": {"affine": "sandwich"},

@@ -21,6 +21,7 @@ from .engine import Rows, Rule, Update, plain
 from .launch import (
     BLOCK,
     DIRECT,
+    JOINED,
     PASSES,
     Launch,
     Shape,
@@ -223,11 +224,11 @@ class Static:
         )  # fmt: skip
         by_rows = ceil(rows, BLOCK)
         programs = (
-            summing.programs if self.reads else 0, by_rows if self.parted and self.reads else 0,
+            summing.programs if self.reads else 0, ceil(rows, JOINED) if self.parted and self.reads else 0,
             sample_programs + batch_programs, by_rows, writing.programs,
         )  # fmt: skip
         back = (
-            summing.programs, ceil(2 * rows, BLOCK) if self.parted else 0,
+            summing.programs, ceil(2 * rows, JOINED) if self.parted else 0,
             sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
         )  # fmt: skip
         self.meet = DIRECT and one_launch() and rows * shape.s <= _WHOLE
@@ -440,6 +441,8 @@ class _Normalize(torch.autograd.Function):
             weight2, bias2 = torch.stack(table).view(2, len(table) // 2, -1).unbind()
         beside = None if residual is None else like(residual, x, prepared.kind.shape.last)
         segment, mean, var, batches, numbers, branch = given
+        if mean is None:
+            branch = 0  # the batch normalizes, and nothing moves
         if branch and not x.is_cuda:
             assert mean is not None and var is not None and batches is not None
             mean, var, batches = mean[branch], var[branch], batches[branch]

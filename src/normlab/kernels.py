@@ -20,6 +20,7 @@ import triton.language as tl
 
 # Moments: each place of a tile takes them about the first value it sees, so there is no cancellation, whatever the
 # mean, and nothing is summed over threads before the last tile.
+_SPLITS = tl.constexpr(16)  # splits of a row that are looked at together
 _AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, memory is waited for
 
 
@@ -140,20 +141,25 @@ def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr,
 
 @triton.jit
 def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr):
-    """The moments of whole rows from those of their splits."""
+    """The moments of whole rows from those of their splits, about the mean of the first."""
     q = pid * B + tl.arange(0, B)
     ok = q < rows
-    mean = tl.zeros((B,), tl.float32)
-    for k in range(splits):
-        size = tl.minimum(per_split, s - k * per_split)
-        mean += tl.load(parted + k * 2 * rows + q, mask=ok, other=0.0) * (size / s)
-    var = tl.zeros((B,), tl.float32)
-    for k in range(splits):
-        size = tl.minimum(per_split, s - k * per_split)
-        d = tl.load(parted + k * 2 * rows + q, mask=ok, other=0.0) - mean
-        var += (tl.load(parted + k * 2 * rows + rows + q, mask=ok, other=0.0) + d * d) * (size / s)
-    tl.store(stats + q, mean, mask=ok)
-    tl.store(stats + rows + q, var, mask=ok)
+    about = tl.load(parted + q, mask=ok, other=0.0)
+    off = tl.zeros((_SPLITS, B), tl.float32)
+    square = tl.zeros((_SPLITS, B), tl.float32)
+    for start in range(0, splits, _SPLITS):
+        k = start + tl.arange(0, _SPLITS)
+        there = (k < splits)[:, None] & ok[None, :]
+        share = tl.where(k < splits, tl.minimum(per_split, s - k * per_split) / s, 0.0)[:, None]
+        at = k[:, None] * 2 * rows + q[None, :]
+        mean = tl.load(parted + at, mask=there, other=0.0)
+        var = tl.load(parted + rows + at, mask=there, other=0.0)
+        d = tl.where(there, mean - about[None, :], 0.0)
+        off += share * d
+        square += share * (var + d * d)
+    total = tl.sum(off, 0)
+    tl.store(stats + q, about + total, mask=ok)
+    tl.store(stats + rows + q, tl.maximum(tl.sum(square, 0) - total * total, 0.0), mask=ok)
 
 
 @triton.jit
@@ -161,10 +167,12 @@ def join_sums(pid, parted, sums, rows, splits, B: tl.constexpr):
     """Row sums from those of their splits."""
     q = pid * B + tl.arange(0, B)
     ok = q < 2 * rows
-    total = tl.zeros((B,), tl.float32)
-    for k in range(splits):
-        total += tl.load(parted + k * 2 * rows + q, mask=ok, other=0.0)
-    tl.store(sums + q, total, mask=ok)
+    total = tl.zeros((_SPLITS, B), tl.float32)
+    for start in range(0, splits, _SPLITS):
+        k = start + tl.arange(0, _SPLITS)
+        there = (k < splits)[:, None] & ok[None, :]
+        total += tl.load(parted + k[:, None] * 2 * rows + q[None, :], mask=there, other=0.0)
+    tl.store(sums + q, tl.sum(total, 0), mask=ok)
 
 
 @triton.jit

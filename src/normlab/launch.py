@@ -38,6 +38,7 @@ Tensors: TypeAlias = tuple[Tensor | None, ...]
 # Compiled kernels are called directly, and their programs may wait for each other, as Triton has it for CUDA.
 DIRECT = torch.version.hip is None
 BLOCK = 256  # rows a program, where a program's work is on rows and not on x
+JOINED = BLOCK // 4  # and where it puts the splits of rows together
 PASSES = ("moments", "sums", "write")
 _PROGRAMS = 528  # that fill a device and sum; twice as many where x is large
 _LARGE = 1 << 25  # elements
@@ -260,7 +261,7 @@ def pass_alone(
     t = tiles(shape, name if name in PASSES else "write")
     sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
     fixed = (*sizes, shape.last, t.first, t.second)
-    programs = ceil(shape.rows * (2 if name == "sums" else 1), BLOCK) if join else t.programs
+    programs = ceil(shape.rows * (2 if name == "sums" else 1), JOINED) if join else t.programs
     if name == "moments":
         fixed = (at, *fixed, not shape.last and t.second >= shape.s, BLOCK, join)
     elif name == "sums":

@@ -351,8 +351,8 @@ def forward(
             _meet(counter)
     if LAST and FIRST <= 1 and STOP > 1:
         if splits > 1:
-            for p in range(pid, tl.cdiv(rows, B), step):
-                join_moments(p, parted, stats, rows, s, per_split, splits, B)
+            for p in range(pid, tl.cdiv(rows, B // 4), step):
+                join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
             if MEET:
                 _meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -404,8 +404,8 @@ def backward(
             _meet(counter)
     if LAST and FIRST <= 1 and STOP > 1:
         if splits > 1:
-            for p in range(pid, tl.cdiv(2 * rows, B), step):
-                join_sums(p, parted, sums, rows, splits, B)
+            for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
+                join_sums(p, parted, sums, rows, splits, B // 4)
             if MEET:
                 _meet(counter)
     if FIRST <= 2 and STOP > 2:

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import fused, mode_kernels
 from .backend import one_launch
 from .fused import Prepared, launches_of, passes_of_x
-from .launch import BLOCK, DIRECT, PASSES, Shape, ceil, power, tiles
+from .launch import BLOCK, DIRECT, JOINED, PASSES, Shape, ceil, power, tiles
 
 __all__ = ["Kind", "Static", "mode_views", "prepare"]
 
@@ -61,10 +61,10 @@ class Static:
         blocks = ceil(c, _COLUMNS)
         self.meet = DIRECT and one_launch() and rows * shape.s <= fused._WHOLE
         programs = (
-            summing.programs, ceil(rows, BLOCK) if self.parted else 0, n, blocks, writing.programs
+            summing.programs, ceil(rows, JOINED) if self.parted else 0, n, blocks, writing.programs
         )  # fmt: skip
         back = (
-            summing.programs, ceil(2 * rows, BLOCK) if self.parted else 0, blocks, n, blocks, writing.programs
+            summing.programs, ceil(2 * rows, JOINED) if self.parted else 0, blocks, n, blocks, writing.programs
         )  # fmt: skip
         forward = (*sizes, *moments[:2], *writing[:2], single, *ends, kind.live, kind.update, *affine)
         backward = (*sizes, *summing[:2], *writing[:2], *ends, kind.live, *affine)

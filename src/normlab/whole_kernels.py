@@ -90,8 +90,8 @@ def forward(
             _meet(counter)
     if LAST and FIRST <= 1 and STOP > 1:
         if splits > 1:
-            for p in range(pid, tl.cdiv(rows, B), step):
-                join_moments(p, parted, stats, rows, s, per_split, splits, B)
+            for p in range(pid, tl.cdiv(rows, B // 4), step):
+                join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
             if MEET:
                 _meet(counter)
     if (HAS_S or HAS_B) and FIRST <= 2 and STOP > 2:
@@ -158,8 +158,8 @@ def backward(
             _meet(counter)
     if LAST and FIRST <= 1 and STOP > 1:
         if splits > 1:
-            for p in range(pid, tl.cdiv(2 * rows, B), step):
-                join_sums(p, parted, sums, rows, splits, B)
+            for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
+                join_sums(p, parted, sums, rows, splits, B // 4)
             if MEET:
                 _meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -205,7 +205,7 @@ def moments(
     """They begin ``at`` in ``stats``; JOIN: from those of split rows."""
     stats += at
     if JOIN:
-        join_moments(tl.program_id(0), parted, stats, rows, s, per_split, splits, B)
+        join_moments(tl.program_id(0), parted, stats, rows, s, per_split, splits, B // 4)
     else:
         moments_pass(
             x, stats, parted, N * parts, s, C, R, parts, rows, per_split, splits, LAST, BQ, BS, SINGLE
@@ -219,7 +219,7 @@ def sums(
     JOIN: tl.constexpr,
 ):  # fmt: skip
     if JOIN:
-        join_sums(tl.program_id(0), parted, out, rows, splits, B)
+        join_sums(tl.program_id(0), parted, out, rows, splits, B // 4)
     else:
         sums_pass(
             dy, x, residual, inner, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,

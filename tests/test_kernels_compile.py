@@ -1,0 +1,77 @@
+"""The kernels compiled for a GPU that is not there: Triton's interpreter takes what its compiler refuses.
+
+A process of its own does it, since whether functions are interpreted is settled when they are imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+HOPPER = 90
+
+
+def compile_all() -> None:
+    """Run layers whose launches only compile, and print the name and the registers' worth of each kernel."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    import normlab
+    from normlab.launch import Launch
+
+    class NoDevice:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", HOPPER, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: object = None) -> int:
+            return 0
+
+    def compiled(launch: Launch, tensors: tuple, pointers: object, numbers: tuple) -> None:
+        given = [tensors[0] if t is None else t for t in tensors]
+        given += [torch.zeros(1, dtype=torch.int64)] * launch.meet
+        made = launch.kernel.warmup(*given, *numbers, *launch.fixed, grid=(1,))
+        print(launch.kernel.__name__, launch.meet, len(made.asm["cubin"]) > 0)
+
+    driver.set_active(NoDevice())  # type: ignore[arg-type]
+    Launch._compile = compiled  # type: ignore[method-assign]
+    layers = [
+        (normlab.SwitchNorm2d, "one"),
+        (normlab.SwitchNorm2d, "several"),
+        (normlab.ModeNorm2d, "several"),
+        (normlab.BatchRenorm2d, "one"),
+    ]
+    for make, launches in layers:
+        for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+            x = torch.randn(2, 32, 128 if last else 16, 128, dtype=dtype)
+            x = (x.contiguous(memory_format=torch.channels_last) if last else x).requires_grad_()
+            with normlab.backend("triton", host="python", launches=launches):
+                y = make(32, act="relu")(x, residual=torch.zeros_like(x))
+                y.backward(torch.zeros_like(x))
+
+
+def test_every_kernel_compiles(tmp_path: Path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    run = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = Counter(line.split()[0] for line in run.stdout.splitlines() if line.endswith("True"))
+    assert set(found) == {"forward", "backward", "moments", "apply", "sums", "gradient"}
+    assert sum(found.values()) == len(run.stdout.splitlines())
+    assert found["moments"] > 4  # of split rows, too
+
+
+if __name__ == "__main__":
+    compile_all()
