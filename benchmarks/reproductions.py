@@ -17,6 +17,10 @@ from typing import Any
 from _results import machine, read, write
 
 
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
 def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
     """Every cell of the comparison that a folder holds, with the device and versions that it was computed with."""
     found = json.loads((folder / "comparison.json").read_text())
@@ -26,9 +30,8 @@ def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
     place |= {k: v for k, v in record.get("versions", found["versions"]).items() if k in ("torch", "python")}
     return [
         {"table": found["name"], "part": part["title"], "row": row["label"], "column": row["column"],
-         "paper": row["paper"], "paper_error": row["paper_error"], "ours": round(row["mean"], 4),
-         "error": None if row["error"] is None else round(row["error"], 4), "n": row["n"],
-         "scale": found["scale"]} | place
+         "paper": rounded(row["paper"]), "paper_error": rounded(row["paper_error"]), "ours": rounded(row["mean"]),
+         "error": rounded(row["error"]), "n": row["n"], "scale": found["scale"]} | place
         for part in found["comparisons"]
         for row in part["rows"]
     ]  # fmt: skip
