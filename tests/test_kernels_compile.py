@@ -19,7 +19,7 @@ HOPPER = 90
 
 
 def compile_all() -> None:
-    """Run layers whose launches only compile, and print the name and the registers' worth of each kernel."""
+    """Run layers whose launches only compile, and print the name of each kernel."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -50,6 +50,8 @@ def compile_all() -> None:
         (normlab.SwitchNorm2d, "several"),
         (normlab.ModeNorm2d, "several"),
         (normlab.BatchRenorm2d, "one"),
+        (normlab.BatchNorm2d, "one"),
+        (normlab.BatchNorm2d, "several"),
     ]
     for make, launches in layers:
         for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):

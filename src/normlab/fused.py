@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import host, whole_kernels
+from . import batch_kernels, host, whole_kernels
 from .activation import ACTIVATIONS, LEAK, activate
 from .affine import compose
 from .backend import one_launch
@@ -25,6 +25,7 @@ from .launch import (
     PASSES,
     Launch,
     Shape,
+    Tiles,
     addresses,
     ceil,
     dense,
@@ -55,6 +56,11 @@ __all__ = [
     "run",
 ]
 
+# What the kernels of batch norm take of a call: no segments, labels and mixtures.
+_FORWARD = ((*range(9), *range(13, 17)), (0, 1, 7))
+_BACKWARD = ((*range(12), *range(16, 20), 22), (0, 1))
+
+_CHANNELS = 8  # a program of batch norm's coefficients
 _COLUMNS = 32  # channels, or statistics of the batch, a program
 _SAMPLES = 32  # samples a program looks at together
 # Elements of x up to which one launch does everything. The time of larger inputs is the device's, and as many programs
@@ -203,6 +209,11 @@ class Static:
         )
         moments, summing, writing = (tiles(shape, name) for name in PASSES)
         self.parted = summing.splits * 2 * rows if summing.splits > 1 else 0
+        self.meet = DIRECT and one_launch() and rows * shape.s <= _WHOLE
+        mixed = kind.own or has_sample or kind.mixed or kind.segments > 1 or kind.renorm
+        if has_batch and not mixed and batch_groups == c == width and kind.second in (0, 1):
+            self._of_channels(moments, summing, writing)
+            return
         sizes = (
             n, c, width, rows, shape.s, shape.parts, self.sample_cells, sample_groups, self.batch_cells, batch_groups,
             sample_programs,
@@ -231,8 +242,9 @@ class Static:
             summing.programs, ceil(2 * rows, JOINED) if self.parted else 0,
             sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
         )  # fmt: skip
-        self.meet = DIRECT and one_launch() and rows * shape.s <= _WHOLE
-        ahead, after = (None, None) if self.meet else passes_of_x(shape, kind.act, kind.residual, 4)
+        alone = None if self.meet else passes_of_x(shape, kind.act, kind.residual)
+        ahead = alone and {0: alone.moments, 1: alone.join_moments, 4: alone.apply}
+        after = alone and {0: alone.sums, 1: alone.join_sums, 4: alone.gradient}
         self.forward = launches_of(whole_kernels.forward, programs, forward, self, alone=ahead)
         kernel = whole_kernels.backward
         self.backward = launches_of(kernel, back, backward, self, alone=after)
@@ -240,28 +252,66 @@ class Static:
         self.backward_of_x = launches_of(kernel, (0, 0, 0, *back[3:]), backward, self, alone=after)
         self.backward_of_parameters = launches_of(kernel, (*back[:4], 0), backward, self, alone=after)
 
+    def _of_channels(self, moments: Tiles, summing: Tiles, writing: Tiles) -> None:
+        """Launches where the pool over the batch is a channel and alone: one set of coefficients for all samples."""
+        kind, shape = self.kind, self.shape
+        seen = shape.n * summing.splits  # rows, or their splits, of a channel
+        blocks = (min(power(seen), 2048 // _CHANNELS), _CHANNELS)
+        sizes = (
+            shape.n, shape.c, shape.rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits,
+            shape.last,
+        )  # fmt: skip
+        single = not shape.last and moments.second >= shape.s
+        ends = (kind.shared, kind.second, kind.act, kind.residual)
+        forward = (*sizes, *moments[:2], *writing[:2], single, *blocks, self.live, kind.update, *ends)
+        backward = (*sizes, *summing[:2], *writing[:2], *blocks, self.live, *ends)
+        middle = ceil(shape.c, _CHANNELS)
+        alone = None if self.meet else passes_of_x(shape, kind.act, kind.residual, True)
+        ahead = alone and {0: alone.moments, 2: alone.apply}
+        after = alone and {0: alone.sums, 3: alone.gradient}
+        programs = (summing.programs if self.live else 0, middle, writing.programs)
+        self.forward = launches_of(batch_kernels.forward, programs, forward, self, _FORWARD, ahead)
+        kernel = batch_kernels.backward
+        found = [
+            launches_of(kernel, wanted, backward, self, _BACKWARD, after)
+            for wanted in (
+                (summing.programs, middle, 0, writing.programs),
+                (0, 0, middle, writing.programs),
+                (summing.programs, middle, 0, 0),
+            )
+        ]
+        self.backward, self.backward_of_x, self.backward_of_parameters = found
 
-def passes_of_x(
-    shape: Shape, act: int, residual: bool, dx: int
-) -> tuple[dict[int, Launch], dict[int, Launch]]:
-    """The passes over ``x`` of either direction as launches of their own, by their numbers, ``dx`` among them.
+
+class PassesOfX(NamedTuple):
+    """The passes over ``x`` as launches of their own.
 
     They are the same for every rule, so that a model whose layers differ compiles them once. What they take is numbered
     as :class:`_Normalize` hands it over.
     """
+
+    moments: Launch
+    join_moments: Launch
+    apply: Launch
+    sums: Launch
+    join_sums: Launch
+    gradient: Launch
+
+
+def passes_of_x(shape: Shape, act: int, residual: bool, channel: bool = False) -> PassesOfX:
+    """With ``channel``, coefficients are those of channels."""
     of_moments, of_sums = ((0, 3, 4), ()), ((0, 1, 3, 4, 6, 5, 7), (1,))
+    of_gradient = ((0, 1, 4, 2, 5, 6), (1,))
     stats, coefficients = 3 * shape.rows, 2 * shape.rows  # where they begin in `work` and `back`
-    forward = {
-        0: pass_alone("moments", shape, at=stats, takes=of_moments),
-        1: pass_alone("moments", shape, join=True, at=stats, takes=of_moments),
-        4: pass_alone("apply", shape, act, residual, takes=((0, 1, 2, 3), (7,))),
-    }
-    backward = {
-        0: pass_alone("sums", shape, act, residual, takes=of_sums),
-        1: pass_alone("sums", shape, act, residual, join=True, takes=of_sums),
-        dx: pass_alone("gradient", shape, act, residual, at=coefficients, takes=((0, 1, 4, 2, 5, 6), (1,))),
-    }
-    return forward, backward
+    after = (shape, act, residual, channel)
+    return PassesOfX(
+        pass_alone("moments", shape, at=stats, takes=of_moments),
+        pass_alone("moments", shape, join=True, at=stats, takes=of_moments),
+        pass_alone("apply", *after, takes=((0, 1, 2, 3), (7,))),
+        pass_alone("sums", *after, takes=of_sums),
+        pass_alone("sums", *after, join=True, takes=of_sums),
+        pass_alone("gradient", *after, at=coefficients, takes=of_gradient),
+    )
 
 
 def launches_of(

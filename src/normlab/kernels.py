@@ -177,16 +177,19 @@ def join_sums(pid, parted, sums, rows, splits, B: tl.constexpr):
 
 @triton.jit
 def apply_rows(
-    pid, x, y, residual, coef, rows, s, leak,
-    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    pid, x, y, residual, coef, rows, s, C, leak,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """``act((x - center) * scale + shift + residual)`` with ``coef [3, N, R]``."""
+    """``act((x - center) * scale + shift + residual)`` with ``coef [3, N, R]``; CHANNEL, here and below: ``[3, C]``."""
     blocks = tl.cdiv(s, BS)
     q = (pid // blocks) * BQ + tl.arange(0, BQ)
     row_ok = q < rows
-    center = tl.load(coef + q, mask=row_ok, other=0.0)
-    scale = tl.load(coef + rows + q, mask=row_ok, other=0.0)
-    shift = tl.load(coef + 2 * rows + q, mask=row_ok, other=0.0)
+    at, cells = q, rows
+    if CHANNEL:
+        at, cells = q % C, C
+    center = tl.load(coef + at, mask=row_ok, other=0.0)
+    scale = tl.load(coef + cells + at, mask=row_ok, other=0.0)
+    shift = tl.load(coef + 2 * cells + at, mask=row_ok, other=0.0)
     j = (pid % blocks) * BS + tl.arange(0, BS)
     v, ok = _load_rows(x, q, row_ok, j, s)
     out = (v - center[:, None]) * scale[:, None] + shift[:, None]
@@ -200,14 +203,16 @@ def apply_rows(
 @triton.jit
 def apply_last(
     pid, x, y, residual, coef, s, C, R, parts, rows, per_split, leak,
-    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
     m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
-    q = (m // parts) * R + c * parts + m % parts
-    center = tl.load(coef + q, mask=col, other=0.0)
-    scale = tl.load(coef + rows + q, mask=col, other=0.0)
-    shift = tl.load(coef + 2 * rows + q, mask=col, other=0.0)
+    at, cells = (m // parts) * R + c * parts + m % parts, rows
+    if CHANNEL:
+        at, cells = c, C
+    center = tl.load(coef + at, mask=col, other=0.0)
+    scale = tl.load(coef + cells + at, mask=col, other=0.0)
+    shift = tl.load(coef + 2 * cells + at, mask=col, other=0.0)
     low = split * per_split
     high = tl.minimum(low + per_split, s)
     for start in range(low, high, BS):
@@ -218,14 +223,14 @@ def apply_last(
             e, ok = _load_last(residual, m, j, high, s, c, C)
             out += e
         out = _activate(out, leak, ACT)
-        at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
-        tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
+        to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
+        tl.store(y + to, out.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def sums_rows(
-    pid, dy, x, residual, inner, sums, coef, rows, s, leak,
-    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    pid, dy, x, residual, inner, sums, coef, rows, s, C, leak,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Row sums of ``g`` and of ``g * (x - center)``, ``[2, N, R]``, with ``g`` the gradient before the activation.
 
@@ -233,11 +238,14 @@ def sums_rows(
     """
     q = pid * BQ + tl.arange(0, BQ)
     row_ok = q < rows
-    center = tl.load(coef + q, mask=row_ok, other=0.0)
+    at, cells = q, rows
+    if CHANNEL:
+        at, cells = q % C, C
+    center = tl.load(coef + at, mask=row_ok, other=0.0)
     scale, shift = center, center
     if ACT > 0:
-        scale = tl.load(coef + rows + q, mask=row_ok, other=0.0)
-        shift = tl.load(coef + 2 * rows + q, mask=row_ok, other=0.0)
+        scale = tl.load(coef + cells + at, mask=row_ok, other=0.0)
+        shift = tl.load(coef + 2 * cells + at, mask=row_ok, other=0.0)
     total = tl.zeros((BQ, BS), tl.float32)
     dot = tl.zeros((BQ, BS), tl.float32)
     for start in range(0, s, BS):
@@ -251,8 +259,8 @@ def sums_rows(
                 z += e
             g = _through(z, g, leak, ACT)
             if RES:
-                at = q.to(tl.int64)[:, None] * s + j[None, :]
-                tl.store(inner + at, g.to(inner.dtype.element_ty), mask=ok)
+                to = q.to(tl.int64)[:, None] * s + j[None, :]
+                tl.store(inner + to, g.to(inner.dtype.element_ty), mask=ok)
         total += g
         dot += g * (v - center[:, None])
     tl.store(sums + q, tl.sum(total, 1), mask=row_ok)
@@ -262,16 +270,19 @@ def sums_rows(
 @triton.jit
 def sums_last(
     pid, dy, x, residual, inner, out, coef, s, C, R, parts, rows, per_split, leak,
-    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
     m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
     q = (m // parts) * R + c * parts + m % parts
-    center = tl.load(coef + q, mask=col, other=0.0)
+    at, cells = q, rows
+    if CHANNEL:
+        at, cells = c, C
+    center = tl.load(coef + at, mask=col, other=0.0)
     scale, shift = center, center
     if ACT > 0:
-        scale = tl.load(coef + rows + q, mask=col, other=0.0)
-        shift = tl.load(coef + 2 * rows + q, mask=col, other=0.0)
+        scale = tl.load(coef + cells + at, mask=col, other=0.0)
+        shift = tl.load(coef + 2 * cells + at, mask=col, other=0.0)
     total = tl.zeros((BS, BC), tl.float32)
     dot = tl.zeros((BS, BC), tl.float32)
     low = split * per_split
@@ -287,8 +298,8 @@ def sums_last(
                 z += e
             g = _through(z, g, leak, ACT)
             if RES:
-                at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
-                tl.store(inner + at, g.to(inner.dtype.element_ty), mask=ok)
+                to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
+                tl.store(inner + to, g.to(inner.dtype.element_ty), mask=ok)
         total += g
         dot += g * (v - center[None, :])
     tl.store(out + split * 2 * rows + q, tl.sum(total, 0), mask=col)
@@ -297,23 +308,27 @@ def sums_last(
 
 @triton.jit
 def gradient_rows(
-    pid, dy, x, dx, forward, coef, rows, s, leak, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr
-):
+    pid, dy, x, dx, forward, coef, rows, s, C, leak,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
     """``scale * g + slope * (x - mean) + offset`` with ``coef [4, N, R]``; ``forward`` has the forward coefficients."""
     blocks = tl.cdiv(s, BS)
     q = (pid // blocks) * BQ + tl.arange(0, BQ)
     row_ok = q < rows
-    scale = tl.load(coef + q, mask=row_ok, other=0.0)
-    slope = tl.load(coef + rows + q, mask=row_ok, other=0.0)
-    mean = tl.load(coef + 2 * rows + q, mask=row_ok, other=0.0)
-    offset = tl.load(coef + 3 * rows + q, mask=row_ok, other=0.0)
+    at, cells = q, rows
+    if CHANNEL:
+        at, cells = q % C, C
+    scale = tl.load(coef + at, mask=row_ok, other=0.0)
+    slope = tl.load(coef + cells + at, mask=row_ok, other=0.0)
+    mean = tl.load(coef + 2 * cells + at, mask=row_ok, other=0.0)
+    offset = tl.load(coef + 3 * cells + at, mask=row_ok, other=0.0)
     j = (pid % blocks) * BS + tl.arange(0, BS)
     v, ok = _load_rows(x, q, row_ok, j, s)
     g, ok = _load_rows(dy, q, row_ok, j, s)
     if ACT > 0:
-        center = tl.load(forward + q, mask=row_ok, other=0.0)
-        f_scale = tl.load(forward + rows + q, mask=row_ok, other=0.0)
-        shift = tl.load(forward + 2 * rows + q, mask=row_ok, other=0.0)
+        center = tl.load(forward + at, mask=row_ok, other=0.0)
+        f_scale = tl.load(forward + cells + at, mask=row_ok, other=0.0)
+        shift = tl.load(forward + 2 * cells + at, mask=row_ok, other=0.0)
         g = _through((v - center[:, None]) * f_scale[:, None] + shift[:, None], g, leak, ACT)
     out = g * scale[:, None] + (v - mean[:, None]) * slope[:, None] + offset[:, None]
     tl.store(dx + q.to(tl.int64)[:, None] * s + j[None, :], out.to(dx.dtype.element_ty), mask=ok)
@@ -322,20 +337,22 @@ def gradient_rows(
 @triton.jit
 def gradient_last(
     pid, dy, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak,
-    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
     m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
-    q = (m // parts) * R + c * parts + m % parts
-    scale = tl.load(coef + q, mask=col, other=0.0)
-    slope = tl.load(coef + rows + q, mask=col, other=0.0)
-    mean = tl.load(coef + 2 * rows + q, mask=col, other=0.0)
-    offset = tl.load(coef + 3 * rows + q, mask=col, other=0.0)
+    at, cells = (m // parts) * R + c * parts + m % parts, rows
+    if CHANNEL:
+        at, cells = c, C
+    scale = tl.load(coef + at, mask=col, other=0.0)
+    slope = tl.load(coef + cells + at, mask=col, other=0.0)
+    mean = tl.load(coef + 2 * cells + at, mask=col, other=0.0)
+    offset = tl.load(coef + 3 * cells + at, mask=col, other=0.0)
     center, f_scale, shift = mean, mean, mean
     if ACT > 0:
-        center = tl.load(forward + q, mask=col, other=0.0)
-        f_scale = tl.load(forward + rows + q, mask=col, other=0.0)
-        shift = tl.load(forward + 2 * rows + q, mask=col, other=0.0)
+        center = tl.load(forward + at, mask=col, other=0.0)
+        f_scale = tl.load(forward + cells + at, mask=col, other=0.0)
+        shift = tl.load(forward + 2 * cells + at, mask=col, other=0.0)
     low = split * per_split
     high = tl.minimum(low + per_split, s)
     for start in range(low, high, BS):
@@ -345,8 +362,8 @@ def gradient_last(
         if ACT > 0:
             g = _through((v - center[None, :]) * f_scale[None, :] + shift[None, :], g, leak, ACT)
         out = g * scale[None, :] + (v - mean[None, :]) * slope[None, :] + offset[None, :]
-        at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=ok)
+        to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
+        tl.store(dx + to, out.to(dx.dtype.element_ty), mask=ok)
 
 
 # --- whole passes: the pieces of a launch's programs ------------------------------------------------------------------
@@ -375,6 +392,7 @@ def moments_pass(
 def apply_pass(
     x, y, residual, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     step = tl.num_programs(0)
@@ -382,18 +400,20 @@ def apply_pass(
         pieces = images * tl.cdiv(C, BS) * splits
         for p in range(pid, pieces, step):
             apply_last(
-                pieces - 1 - p, x, y, residual, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES
+                pieces - 1 - p, x, y, residual, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
+                CHANNEL,
             )  # fmt: skip
     else:
         pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
         for p in range(pid, pieces, step):
-            apply_rows(pieces - 1 - p, x, y, residual, coef, rows, s, leak, BQ, BS, ACT, RES)
+            apply_rows(pieces - 1 - p, x, y, residual, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
 
 
 @triton.jit
 def sums_pass(
     dy, x, residual, inner, sums, parted, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     step = tl.num_programs(0)
@@ -403,17 +423,19 @@ def sums_pass(
             into = parted
         for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
             sums_last(
-                p, dy, x, residual, inner, into, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES
+                p, dy, x, residual, inner, into, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
+                CHANNEL,
             )  # fmt: skip
     else:
         for p in range(pid, tl.cdiv(rows, BQ), step):
-            sums_rows(p, dy, x, residual, inner, sums, coef, rows, s, leak, BQ, BS, ACT, RES)
+            sums_rows(p, dy, x, residual, inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
 
 
 @triton.jit
 def gradient_pass(
     dy, x, inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Beside a residual, the gradient before the activation already lies in ``inner``."""
     pid = tl.program_id(0)
@@ -425,9 +447,12 @@ def gradient_pass(
         pieces = images * tl.cdiv(C, BS) * splits
         for p in range(pid, pieces, step):
             gradient_last(
-                pieces - 1 - p, g, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT * (1 - RES)
+                pieces - 1 - p, g, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak, BQ, BS,
+                ACT * (1 - RES), CHANNEL,
             )  # fmt: skip
     else:
         pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
         for p in range(pid, pieces, step):
-            gradient_rows(pieces - 1 - p, g, x, dx, forward, coef, rows, s, leak, BQ, BS, ACT * (1 - RES))
+            gradient_rows(
+                pieces - 1 - p, g, x, dx, forward, coef, rows, s, C, leak, BQ, BS, ACT * (1 - RES), CHANNEL
+            )  # fmt: skip

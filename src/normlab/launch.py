@@ -248,16 +248,13 @@ def tiles(shape: Shape, name: str) -> Tiles:
 
 
 def pass_alone(
-    name: str,
-    shape: Shape,
-    act: int = 0,
-    residual: bool = False,
-    *,
-    join: bool = False,
-    at: int = 0,
-    takes: Any = None,
-) -> Launch:
-    """The launch of one pass: ``moments``, ``sums``, ``apply`` or ``gradient``; with ``join``, of what was split."""
+    name: str, shape: Shape, act: int = 0, residual: bool = False, channel: bool = False, *, join: bool = False,
+    at: int = 0, takes: Any = None,
+) -> Launch:  # fmt: skip
+    """The launch of one pass: ``moments``, ``sums``, ``apply`` or ``gradient``; with ``join``, of what was split.
+
+    ``channel``: coefficients are those of channels, and not of rows.
+    """
     t = tiles(shape, name if name in PASSES else "write")
     sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
     fixed = (*sizes, shape.last, t.first, t.second)
@@ -265,9 +262,9 @@ def pass_alone(
     if name == "moments":
         fixed = (at, *fixed, not shape.last and t.second >= shape.s, BLOCK, join)
     elif name == "sums":
-        fixed = (*fixed, act, residual, BLOCK, join)
+        fixed = (*fixed, act, residual, channel, BLOCK, join)
     else:
-        fixed = (*fixed, act, residual) if name == "apply" else (at, *fixed, act, residual)
+        fixed = (*fixed, act, residual, channel) if name == "apply" else (at, *fixed, act, residual, channel)
     return Launch(getattr(whole_kernels, name), programs, fixed, shape.device, False, takes)
 
 

@@ -370,7 +370,8 @@ def forward(
             _meet(counter)
     if FIRST <= 4 and STOP > 4:
         apply_pass(
-            x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, LAST, BQ2, BS2, ACT, RES
+            x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, LAST, BQ2, BS2, ACT, RES,
+            False,
         )  # fmt: skip
 
 
@@ -398,7 +399,7 @@ def backward(
     if FIRST <= 0 and STOP > 0:
         sums_pass(
             dy, x, residual, inner, sums, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
-            LAST, BQ, BS, ACT, RES,
+            LAST, BQ, BS, ACT, RES, False,
         )  # fmt: skip
         if MEET:
             _meet(counter)
@@ -430,5 +431,5 @@ def backward(
     if FIRST <= 5 and STOP > 5:
         gradient_pass(
             dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
-            LAST, BQ2, BS2, ACT, RES,
+            LAST, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip

@@ -68,7 +68,9 @@ class Static:
         )  # fmt: skip
         forward = (*sizes, *moments[:2], *writing[:2], single, *ends, kind.live, kind.update, *affine)
         backward = (*sizes, *summing[:2], *writing[:2], *ends, kind.live, *affine)
-        ahead, after = (None, None) if self.meet else passes_of_x(shape, kind.act, kind.residual, 5)
+        alone = None if self.meet else passes_of_x(shape, kind.act, kind.residual)
+        ahead = alone and {0: alone.moments, 1: alone.join_moments, 4: alone.apply}
+        after = alone and {0: alone.sums, 1: alone.join_sums, 5: alone.gradient}
         self.forward = launches_of(mode_kernels.forward, programs, forward, self, _FORWARD, ahead)
         self.backward = launches_of(mode_kernels.backward, back, backward, self, _BACKWARD, after)
         without = (*back[:5], 0)  # where dx is not wanted

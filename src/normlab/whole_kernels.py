@@ -117,7 +117,7 @@ def forward(
     if FIRST <= 4 and STOP > 4:
         apply_pass(
             x, y, residual, work, images, s, C, R, parts, rows, per_split2, splits2, leak,
-            LAST, BQ2, BS2, ACT, RES,
+            LAST, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def backward(
     if FIRST <= 0 and STOP > 0:
         sums_pass(
             dy, x, residual, inner, sums, parted, work, images, s, C, R, parts, rows, per_split, splits, leak,
-            LAST, BQ, BS, ACT, RES,
+            LAST, BQ, BS, ACT, RES, False,
         )  # fmt: skip
         if MEET:
             _meet(counter)
@@ -188,7 +188,7 @@ def backward(
     if FIRST <= 4 and STOP > 4:
         gradient_pass(
             dy, x, inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
-            LAST, BQ2, BS2, ACT, RES,
+            LAST, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip
 
 
@@ -215,15 +215,15 @@ def moments(
 @triton.jit(do_not_specialize=_SIZES)
 def sums(
     dy, x, residual, inner, out, coef, parted, leak, N, C, R, rows, s, parts, per_split, splits,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, B: tl.constexpr,
-    JOIN: tl.constexpr,
+    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     if JOIN:
         join_sums(tl.program_id(0), parted, out, rows, splits, B // 4)
     else:
         sums_pass(
             dy, x, residual, inner, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
-            LAST, BQ, BS, ACT, RES,
+            LAST, BQ, BS, ACT, RES, CHANNEL,
         )  # fmt: skip
 
 
@@ -231,9 +231,11 @@ def sums(
 def apply(
     x, y, residual, coef, leak, N, C, R, rows, s, parts, per_split, splits,
     LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
 ):  # fmt: skip
     apply_pass(
-        x, y, residual, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak, LAST, BQ, BS, ACT, RES
+        x, y, residual, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak, LAST, BQ, BS, ACT, RES,
+        CHANNEL,
     )  # fmt: skip
 
 
@@ -241,9 +243,10 @@ def apply(
 def gradient(
     dy, x, inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
     LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Coefficients begin ``at`` in ``coef``."""
     gradient_pass(
         dy, x, inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
-        LAST, BQ, BS, ACT, RES,
+        LAST, BQ, BS, ACT, RES, CHANNEL,
     )  # fmt: skip
