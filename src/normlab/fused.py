@@ -1,4 +1,4 @@
-"""The closed family by Triton kernels: one launch a direction for small inputs, four for large ones.
+"""The closed family by Triton kernels: one launch a direction for small inputs, one a pass for large ones.
 
 Moments, statistics of the pools, coefficients of the rows, ``y``; and row sums, sums over the pools, coefficients,
 ``dx``. Running statistics move, an activation and a residual are applied on the way.

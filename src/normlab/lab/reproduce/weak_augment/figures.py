@@ -12,7 +12,7 @@ from ..grid import Case, Cells, Column, Grid, run_grid
 from ..outcomes import curves, joined, missing
 from . import paper
 from .common import base, case_of, note, setting_of
-from .tables import WRN
+from .tables import CLEAN, WRN, errors, uce_column
 
 __all__ = ["ENTRIES"]
 
@@ -43,7 +43,8 @@ def _figure_3(ctx: Context) -> Outcome:
     noisy = {of: f"between-corruptions(weights=[{weights}], of={of}{fewer})" for of in KINDS}
     case = _weak(ctx)
     columns = [Column(t, t) for t in (*clean.values(), *noisy.values())]
-    cells = run_grid(ctx, Grid(base(ctx), [case], columns), ctx.seed_list(default=2, full=10))
+    seeds = ctx.seed_list(default=2, full=10)
+    cells = run_grid(ctx, Grid(base(ctx), [case], columns), seeds)
     printed = {("main", "clean"): Value(96.3), ("main", "uCE"): Value(19.1)}
     rows: list[ComparisonRow] = []
     kept: list[ComparisonRow] = []
@@ -86,13 +87,37 @@ def _figure_3(ctx: Context) -> Outcome:
             ("corruption error, lower is better", "weight of the auxiliary branch", "uCE (%)", lines["uCE"]),
         ]
         pictures.append(save_figure(curves(panels), ctx.folder, "fig3"))
+    beside, others = _beside(ctx, clean["probabilities"], noisy["probabilities"], seeds)
     first = Comparison("Figure 3: between the branches", rows, note(ctx, WRN) + said + missing(cells))
     second = Comparison(
         "Beyond the paper: what mixing coefficients in one forward pass keeps", kept,
         "Gain of weight 0.5 over the main branch alone, in points; for uCE the error that is saved.",
         unit="",
     )  # fmt: skip
-    return Outcome([first, second], pictures, joined(ctx, cells))
+    return Outcome([first, beside, second], pictures, joined(ctx, cells, *others))
+
+
+def _beside(
+    ctx: Context, clean: str, noisy: str, seeds: Sequence[int]
+) -> tuple[Comparison, tuple[Cells, Cells]]:
+    """RandAugment alone, and the naive split: what Weak Augment is better than."""
+    setting = setting_of(ctx)
+    alone = Case("RandAugment alone", case_of("randaugment", setting=setting))
+    naive = Case("naive split", case_of("none", "randaugment", setting))
+    noise = uce_column(ctx)
+    one = run_grid(ctx, Grid(base(ctx), [alone], [CLEAN, noise]), seeds)
+    two = run_grid(ctx, Grid(base(ctx), [naive], [Column(t, t) for t in (clean, noisy)]), seeds)
+    found: dict[tuple[str, str], tuple[Value | None, list[float]]] = {
+        (alone.label, "clean"): (Value(95.8), list(one.values(alone, CLEAN).values())),
+        (alone.label, "uCE"): (paper.TABLE_5["wrn-28-2"]["randaugment"], errors(one, alone, noise)),
+    }
+    for what, text in (("clean", clean), ("uCE", noisy)):
+        for point, label in POINTS.items():
+            values = two.values(naive, Column("", text, f"at.{point}"))
+            found[f"naive split, {label}", what] = (None, list(values.values()))
+    rows = [compared(*where, printed, values) for where, (printed, values) in found.items() if values]
+    said = "The naive split trains its main branch on images as they are. Predictions are averaged."
+    return Comparison("Figure 3: other trainings", rows, said + missing(one, two)), (one, two)
 
 
 def _curves(cells: Cells, case: Case, measurement: str) -> list[tuple[Sequence[float], Sequence[float]]]:
@@ -185,7 +210,7 @@ def _figure_5(ctx: Context) -> Outcome:
 _SMALL = "four convolutions on 2,000 digits, 6 epochs"
 ENTRIES = (
     Entry("weak-augment-fig3", "accuracy and uCE between the branches", f"{paper.PAPER}, Figure 3",
-          f"{_SMALL}, 2 seeds", 3, "WRN-28-2 on CIFAR-10, 200 epochs, 10 seeds", _figure_3),
+          f"{_SMALL}, 2 seeds", 5, "WRN-28-2 on CIFAR-10, 200 epochs, 10 seeds", _figure_3),
     Entry("weak-augment-fig4", "Fourier heat maps of both branches", f"{paper.PAPER}, Figure 4",
           f"{_SMALL}, 1 seed", 2, "WRN-28-2 on CIFAR-10, 200 epochs, 1 seed", _figure_4),
     Entry("weak-augment-fig5", "accuracy on low frequencies", f"{paper.PAPER}, Figure 5",

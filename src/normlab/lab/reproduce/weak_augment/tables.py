@@ -12,7 +12,7 @@ from ..outcomes import table
 from . import paper
 from .common import FULL, augmentation, base, case_of, note, setting_of
 
-__all__ = ["CLEAN", "ENTRIES", "LABEL", "WRN", "uce"]
+__all__ = ["CLEAN", "ENTRIES", "LABEL", "WRN", "errors", "uce", "uce_column"]
 
 CLEAN = Column("clean", "clean")
 LABEL = {
@@ -27,6 +27,10 @@ def uce(ctx: Context, more: str = "") -> str:
     """Mean error over 15 corruptions and 5 severities; fewer images, and severities, where it is only a default."""
     fewer = ctx.pick(default=", severities=[1, 3, 5], n=300", full="", smoke=", severities=[3], n=8")
     return f"corruptions(names=[common]{fewer}{more}, samples=0)"
+
+
+def uce_column(ctx: Context) -> Column:
+    return Column("uCE", uce(ctx), "uCE over 15" if ctx.scale == "full" else "accuracy")
 
 
 def _seeds(ctx: Context) -> tuple[int, ...]:
@@ -173,10 +177,10 @@ def _table_5(ctx: Context) -> Outcome:
             cases.append(
                 (Case(label if len(models) == 1 else f"{label}, {model}", own | {"model": model}), printed)
             )
-    column = Column("uCE", uce(ctx), "uCE over 15" if ctx.scale == "full" else "accuracy")
+    column = uce_column(ctx)
     cells = run_grid(ctx, Grid(base(ctx), [c for c, _ in cases], [column]), _seeds(ctx))
     rows = [
-        compared(case.label, "uCE", printed, _errors(cells, case, column))
+        compared(case.label, "uCE", printed, errors(cells, case, column))
         for case, printed in cases
         if cells.values(case, column)
     ]
@@ -212,7 +216,7 @@ def _norms(ctx: Context) -> Outcome:
     return table(ctx, "norms", title, rows, note(ctx, WRN) + said, [double, single])
 
 
-def _errors(cells: Cells, case: Case, column: Column) -> list[float]:
+def errors(cells: Cells, case: Case, column: Column) -> list[float]:
     values = cells.values(case, column).values()
     return list(values) if column.value != "accuracy" else [100 - v for v in values]
 
