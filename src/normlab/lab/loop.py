@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import calibrate, fuse, route
+from .. import calibrate, fuse, importance, route
 from ..backend import backend
-from ..layers import Norm, SwitchNorm
+from ..layers import Norm
 from .errors import LabError
 from .ranks import ALONE, Ranks, Share
 from .recipes import Batch, Context, Phase, Recipe
@@ -193,12 +193,12 @@ class _Trainer:
     def _tests(self, tested: nn.Module, lr: float, start: float) -> dict[str, Any]:
         """What an epoch's line has besides the sums over its steps."""
         found: dict[str, Any] = self.recipe.evaluate(tested, self.ctx)
-        importance = {n: m.importance() for n, m in tested.named_modules() if isinstance(m, SwitchNorm)}
+        weights = importance(tested)
         if self.ctx.device.type == "cuda":
             torch.cuda.synchronize(self.ctx.device)
         found |= {"lr": lr, "seconds": round(time.perf_counter() - start, 4)}
         found |= {"ranks": self.ranks.world} if self.ranks.world > 1 else {}
-        return found | ({"importance": importance} if importance else {})
+        return found | ({"importance": weights} if weights else {})
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
         """Every training image once, in an order of this epoch; pixels may still be bytes."""
