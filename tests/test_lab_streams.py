@@ -392,6 +392,30 @@ def test_curve_between_the_branches(data):
     )
 
 
+def test_branches_of_other_names_are_mixed_by_their_own(data):
+    model = build("small", data, 'auxiliary(branches=("a", "b"))', seed=0, width=4).eval()
+    a, b, half, between = measure(
+        model, data, ["clean(branch=a)", "clean(branch=b)", "clean(mix=0.5)", "between(weights=[0, 0.5, 1])"]
+    )
+    assert between["at"] == {n: [r["accuracy"]] for n, r in (("a", a), ("half", half), ("b", b))}
+    assert (
+        between["title"] == "probabilities between a and b" and half["title"] == "clean a and b mixed by 0.5"
+    )
+    assert between["curve"]["x_label"] == "weight of b"
+    three = build("small", data, 'auxiliary(branches=("a", "b", "c"))', seed=0, width=4)
+    with pytest.raises(LabError, match="of two branches, and this model has a, b and c"):
+        measure(three, data, ["between"])
+
+
+def test_between_the_branches_and_over_frequencies_more_guesses_count(data):
+    model = trained(data)
+    clean, between, once, thrice = measure(
+        model, data, ["clean(top=3)", "between(top=3, weights=[0])", "fourier", "fourier(top=3)"]
+    )
+    assert between["curve"]["y"] == [clean["accuracy"]]
+    assert thrice["accuracy"] > once["accuracy"]
+
+
 def test_affinity_of_an_augmentation(data):
     """Digits lose their class under strong noise and keep it under none."""
     model = trained(data)
@@ -493,6 +517,31 @@ def test_a_model_without_branches_is_refused_before_anything_is_written(tmp_path
             device="cpu",
         )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("clean(branch=adv)", "no branch 'adv'"),
+        ("low-pass(bands=9)", "bands 1 to 8"),
+        ("pgd-curve(eps=[0.1, 9])", "already reaches every image"),
+    ],
+)
+def test_measurements_that_cannot_be_made_are_refused_before_training(tmp_path, text, said):
+    settings = Settings(data="digits", norm="auxiliary", recipe="streams(main=identity, aux=standard)")
+    with pytest.raises(LabError, match=said):
+        train(settings, tmp_path / "run", measure=["clean", text], device="cpu")
+    with pytest.raises(LabError, match="no separated layers to mix"):
+        train(Settings(data="digits"), tmp_path / "run", measure=["clean(mix=0.5)"], device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_statistics_of_branches_by_the_name_of_their_layer():
+    for layer, statistics in (("mode(3)", "modes(3)"), ("batch_renorm", "renorm"), ("bn", "batch")):
+        made = [parse_norm(f'separated("{name}")').make(8) for name in (layer, statistics)]
+        assert repr(made[0]) == repr(made[1])
+    with pytest.raises(LabError, match="did you mean 'switchable'"):
+        parse_norm('separated("switchabel")').make(8)
 
 
 def test_bad_mixing_is_refused_in_a_sentence(data):
