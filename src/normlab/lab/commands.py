@@ -380,10 +380,11 @@ def inspect(
 
 def _print_records(records: Sequence[dict[str, Any]]) -> None:
     from .analysis import table
+    from .measurements import mean_of
 
     rows = [
         (
-            r.get("title", r["measurement"]),
+            r.get("title", r["measurement"]) + mean_of(r),
             "" if r.get("accuracy") is None else f"{r['accuracy']:.2f}",
             str(r["n"]),
             f"{r['seconds']:.1f}",
