@@ -99,7 +99,10 @@ def test_entry_runs(name, shelf, monkeypatch):
     rows = [r for c in outcome.comparisons for r in c.rows]
     assert rows and all(math.isfinite(r.mean) and r.n == 1 for r in rows)
     assert all(c.rows for c in outcome.comparisons)
-    stored = json.loads((folder / "comparison.json").read_text())
+    assert outcome.report
+    stored = json.loads(
+        (folder / outcome.report.name.replace("report", "comparison")).with_suffix(".json").read_text()
+    )
     assert stored["name"] == name and len(stored["comparisons"]) == len(outcome.comparisons)
     assert outcome.results and all(run.folder.exists() for run in outcome.results.runs)
 
