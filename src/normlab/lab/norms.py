@@ -197,7 +197,7 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
 
 def _separated(channels: int, dims: int, statistics: Any = "batch", **options: Any) -> nn.Module:
     """Any cell of statistics x affine with one set for each branch; the affine map is a branch's own unless said."""
-    make: Any = getattr(layers, f"Norm{dims}d")
+    make: Any = getattr(layers, f"Norm{dims}d") if dims else layers.Norm  # 0: for any number of spatial axes
     if isinstance(statistics, str):
         name, bracket, rest = statistics.partition("(")
         name = _SHORT.get(name.strip(), name.strip())
