@@ -331,11 +331,11 @@ def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
     settings = Settings(norm='separated("switchable", affine="sandwich")', epochs=1)
     lines = Lines(console, [settings], ["between"], lambda s: s.norm)
     lines.run(settings, done_epochs=0)
-    lines.epoch({"epoch": 1, "loss": 1.5, "accuracy": 90.0, "seconds": 1.0})
+    lines.epoch({"epoch": 1, "loss": 0.0, "accuracy": 90.0, "seconds": 1.0})
     lines.measured(settings, {"measurement": "between", "accuracy": 97.854, "curve": {}})
     said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.partition("seed 0: ")[2] for line in said] == [
-        "1 epoch, loss 1.5, accuracy 90",
+        "1 epoch, loss 0, accuracy 90",
         "between 97.85 %, mean of the curve",
     ]
 

@@ -111,7 +111,9 @@ class Lines(Watcher):
 
     def trained(self, settings: Settings) -> None:
         said = "".join(
-            f", {k.replace('_', ' ')} {self.line[k]:.4g}" for k in ("loss", "accuracy") if self.line.get(k)
+            f", {k.replace('_', ' ')} {self.line[k]:.4g}"
+            for k in ("loss", "accuracy")
+            if self.line.get(k) is not None
         )
         self._say(f"{self._who(settings)}: {settings.epochs} epoch{'s' * (settings.epochs != 1)}{said}")
 

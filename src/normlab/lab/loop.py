@@ -399,11 +399,11 @@ class _Trainer:
             self._load(tensors, "rank 0")
 
     def resume(self, folder: Path | None) -> History:
-        if folder is None or not (folder / "last.safetensors").exists():
-            if folder is not None and (folder / "log.jsonl").exists():
-                write_lines(folder / "log.jsonl", [])  # of an epoch whose state was never stored
+        if folder is None:
             return History()
         path, device = folder / "last.safetensors", self.ctx.device
+        if not path.exists():
+            return self._finished(folder)
         tensors, meta = load_checkpoint(path, device=device)
         if meta.get("kind") != "state" or meta.get("digest") != self.ctx.settings.digest():
             raise LabError(
@@ -430,6 +430,18 @@ class _Trainer:
                 raise LabError(f"{best} is of epoch {about.get('epoch')} and the run's best is {self.best_epoch}: "
                                "files were mixed. Remove the folder to train from the start.")  # fmt: skip
         return History(lines, self.best_epoch)
+
+    def _finished(self, folder: Path) -> History:
+        """A run that is complete without the state to go on from, which is large and may have been removed."""
+        lines, best = read_lines(folder / "log.jsonl"), folder / "best.safetensors"
+        if len(lines) == self.ctx.settings.epochs and best.exists():
+            state, about = load_checkpoint(best, device=self.ctx.device)
+            if about.get("digest") == self.ctx.settings.digest():
+                self.best_state, self.best_epoch = state, about["epoch"]
+                return History(lines, self.best_epoch)
+        if lines:
+            write_lines(folder / "log.jsonl", [])  # of an epoch whose state was never stored
+        return History()
 
 
 def _fused(model: nn.Module, ctx: Context) -> nn.Module:

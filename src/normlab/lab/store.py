@@ -168,7 +168,8 @@ def load_checkpoint(
     except (SafetensorError, OSError, ValueError) as error:
         raise LabError(
             f"{path} is no checkpoint that can be read: cut off, damaged, or not a safetensors file ({error}). "
-            "Weights of another format are loaded in Python and saved again with safetensors.torch.save_file."
+            "If it is of a run, remove it and give the run's command again. Weights of another format are loaded in "
+            "Python and saved again with safetensors.torch.save_file."
         ) from error
     return tensors, meta if isinstance(meta, dict) else {}
 
