@@ -452,8 +452,8 @@ def branched_records(settings: Settings, rng: random.Random) -> list[dict[str, A
                 "arguments": {"size": 8.0} | given, "grid": grid}  # fmt: skip
 
     return [
-        heat("fourier", "fourier heat map size=8", "main", 10.0, {}),
-        heat("fourier(branch=aux)", "fourier heat map size=8 branch aux", "aux", 30.0, {"branch": "aux"}),
+        heat("fourier(branch=main)", "fourier heat map size=8 branch main n=9", "main", 10.0, {"branch": "main"}),
+        heat("fourier(branch=aux)", "fourier heat map size=8 branch aux n=9", "aux", 30.0, {"branch": "aux"}),
         {"measurement": "between", "title": "probabilities between main and aux", "kind": "between", "accuracy": 97.0,
          "curve": {"x": [0, 1], "y": [96.5, 97.5], "x_label": "weight of aux", "y_label": "accuracy (%)"}},
     ]  # fmt: skip
@@ -467,7 +467,7 @@ def test_two_branches_have_their_curves_and_their_maps_side_by_side(tmp_path: Pa
             line |= {"aux_accuracy": 60.0, "aux_test_loss": 1.0}
     view = gather(results)
     (found,) = view.heat_maps
-    assert found.title == "fourier heat map size=8"
+    assert found.title == "fourier heat map size=8 n=9"
     branches = [f"{norm}, branch {b}" for norm in ("auxiliary", "batch") for b in ("main", "aux")]
     assert list(found.maps) == branches and found.maps["batch, branch aux"][0][0] == 30.0
     two, one = view.courses

@@ -588,7 +588,7 @@ def comparison(found: Comparison) -> str:
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("accuracy (%)" if found.unit == "%" else found.unit)
+    axes.set_xlabel(found.unit)  # accuracies, errors and differences may stand in one table
     for x, name, index in ((0.0, "\N{WHITE DIAMOND} paper", 1), (0.24, "\N{BLACK CIRCLE} ours", 2)):
         axes.text(x, 1.02, name, transform=axes.transAxes, color=COLOURS[index].light, va="bottom")
     return svg(figure, f"{found.title}: the paper's figures and ours")

@@ -308,7 +308,7 @@ def heat_maps(configs: Sequence[Config]) -> list[HeatMap]:
         }  # fmt: skip
         first = next(iter(next(iter(group.values())).values()))[0]
         if several:
-            title = title.removesuffix(f" {branch_of(first)}")
+            title = re.sub(r" branch \w+", "", title)
         x_label, y_label = (first["grid"].get(k, "") for k in ("x_label", "y_label"))
         maps.append(HeatMap(title, x_label, y_label, grids))
     return maps
