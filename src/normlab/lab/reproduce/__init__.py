@@ -20,6 +20,7 @@ from ..errors import LabError
 from ..store import finite, write_atomic
 from ..study import versions
 from .base import Context, Entry, Outcome, Scale, as_text
+from .grid import check_only
 
 if TYPE_CHECKING:
     from ..loop import Watcher
@@ -99,6 +100,8 @@ def run(
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
     outcome = known[name].run(ctx)
+    if only:
+        check_only(ctx, name)
     if epochs is not None:
         said = f" Trained for {epochs} epoch{'s' * (epochs != 1)}, as asked, and not for those of the scale."
         outcome = replace(outcome, comparisons=[replace(c, note=c.note + said) for c in outcome.comparisons])
