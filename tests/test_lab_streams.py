@@ -479,6 +479,8 @@ def test_bad_recipes_are_refused_in_a_sentence(data, text, norm, said):
 @pytest.mark.parametrize(
     ("maker", "said"),
     [
+        (lambda x, y, data, draw: None, "the stream aux made NoneType; a maker returns as many images"),
+        (None, "the stream aux is made by None; expected the text of an augmentation or attack"),
         (
             lambda x, y, data, draw: x[1:],
             "the stream aux was given images [160, 1, 8, 8] and made [159, 1, 8, 8]",
@@ -534,6 +536,35 @@ def test_measurements_that_cannot_be_made_are_refused_before_training(tmp_path, 
     with pytest.raises(LabError, match="no separated layers to mix"):
         train(Settings(data="digits"), tmp_path / "run", measure=["clean(mix=0.5)"], device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_keeps_to_the_recipe_that_it_began_with(data, tmp_path):
+    def go(noise: Any) -> Any:
+        model = build("small", data, "auxiliary", seed=0, width=4)
+        settings = Settings(data="digits", norm="auxiliary", epochs=1)
+        return fit(
+            model, data, settings, recipe=two_streams(main="identity", aux=noise), folder=tmp_path
+        ).epochs
+
+    first = go("gaussian(std=0.1)")
+    assert go("gaussian(std=0.1)") == first
+    with pytest.raises(
+        LabError, match=r"aux=gaussian\(std=0.1\)\) and not with streams\(main=identity, aux=<function"
+    ):
+        go(noisy)
+    (tmp_path / "last.safetensors").unlink()
+    with pytest.raises(LabError, match="choose another folder"):
+        go("gaussian(std=0.2)")
+
+
+def test_data_that_do_not_fit_together_are_refused(data):
+    with pytest.raises(LabError, match="digits has 160 training images and 5 labels"):
+        replace(data, train=Images(data.train.x, data.train.y[:5]))
+    with pytest.raises(LabError, match="a std of 2 values"):
+        replace(data, std=(0.1, 0.2))
+    late = replace(data, train=Images(data.train.x, data.train.y + 1))
+    with pytest.raises(LabError, match="labels from 1 to 10 and 10 classes"):
+        fit(build("small", data, "batch", seed=0, width=4), late, Settings(data="digits", epochs=1))
 
 
 def test_statistics_of_branches_by_the_name_of_their_layer():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -150,6 +151,10 @@ class _Trainer:
         size, remainder = settings.batch_size, len(ctx.data.train.y) % settings.batch_size
         if not len(ctx.data.train.y):
             raise LabError(f"{ctx.data.name} has no training images; it is for testing only.")
+        (low, high), classes = (int(v) for v in ctx.data.train.y.aminmax()), len(ctx.data.classes)
+        if low < 0 or high >= classes:  # on a GPU it would be an assertion in a kernel
+            raise LabError(f"{ctx.data.name} has labels from {low} to {high} and {classes} classes; expected labels "
+                           f"from 0 to {classes - 1}")  # fmt: skip
         # Batch statistics of a single value do not exist, so a last batch of one image is left out.
         self.images = len(ctx.data.train.y) - (remainder if remainder == 1 and size > 1 else 0)
         if not self.images:
@@ -375,6 +380,7 @@ class _Trainer:
         return {
             "settings": settings.values(),
             "digest": settings.digest(),
+            "recipe": _described(self.recipe),
             "epoch": epoch,
             "data": like,
         }
@@ -409,6 +415,7 @@ class _Trainer:
             raise LabError(
                 f"{path} is the state of a run with other settings; choose another folder for this one."
             )
+        self._check_recipe(meta, path)
         self._load(tensors, path)
         lines = read_lines(folder / "log.jsonl")
         if len(lines) < meta["epoch"]:
@@ -431,17 +438,31 @@ class _Trainer:
                                "files were mixed. Remove the folder to train from the start.")  # fmt: skip
         return History(lines, self.best_epoch)
 
+    def _check_recipe(self, meta: dict[str, Any], path: Path) -> None:
+        """A recipe that was given as an object is not in the settings."""
+        before, now = meta.get("recipe"), _described(self.recipe)
+        if before is not None and before != now:
+            raise LabError(f"{path} is of a run with the recipe {before} and not with {now}; choose another folder for "
+                           "this one.")  # fmt: skip
+
     def _finished(self, folder: Path) -> History:
         """A run that is complete without the state to go on from, which is large and may have been removed."""
         lines, best = read_lines(folder / "log.jsonl"), folder / "best.safetensors"
         if len(lines) == self.ctx.settings.epochs and best.exists():
             state, about = load_checkpoint(best, device=self.ctx.device)
             if about.get("digest") == self.ctx.settings.digest():
+                self._check_recipe(about, best)
                 self.best_state, self.best_epoch = state, about["epoch"]
                 return History(lines, self.best_epoch)
         if lines:
             write_lines(folder / "log.jsonl", [])  # of an epoch whose state was never stored
         return History()
+
+
+def _described(recipe: Recipe) -> str:
+    """A recipe in words that are the same in another process."""
+    own = type(recipe).__repr__ is not object.__repr__
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(recipe)) if own else type(recipe).__qualname__
 
 
 def _fused(model: nn.Module, ctx: Context) -> nn.Module:
@@ -460,7 +481,7 @@ def _fused(model: nn.Module, ctx: Context) -> nn.Module:
     wanted = {name for m in model.modules() if isinstance(m, Norm) for name in m.wants}
     if wanted - {"branch"}:  # and nothing is known of labels and styles here
         return tested
-    first = torch.zeros(len(x), dtype=torch.int64, device=ctx.device)
+    first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     with route(model, branch=first) if wanted else nullcontext():
         return fuse(model, x)
 
