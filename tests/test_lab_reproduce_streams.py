@@ -166,5 +166,5 @@ def test_parts():
     assert Workers(8, 32).batch == 256 and str(Workers(8, 32)) == "(8, 32)"
     assert common.augmentation("randaugment", ("cifar100", "wrn-28-10")) == "randaugment(n=2, m=14)"
     assert common.case_of("cutout", "adversarial")["recipe"].endswith(
-        "aux=pgd(eps=4/255, units=pixels, steps=5, step=1/255))"
+        "aux=pgd(eps=4/255, units=pixels, steps=5, step=1/255), forward=one)"
     )
