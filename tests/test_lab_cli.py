@@ -333,10 +333,12 @@ def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
     lines.run(settings, done_epochs=0)
     lines.epoch({"epoch": 1, "loss": 0.0, "accuracy": 90.0, "seconds": 1.0})
     lines.measured(settings, {"measurement": "between", "accuracy": 97.854, "curve": {}})
+    lines.measured(settings, {"measurement": "affinity", "accuracy": 12.5, "scalars": {"affinity": -2.0}})
     said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.partition("seed 0: ")[2] for line in said] == [
         "1 epoch, loss 0, accuracy 90",
         "between 97.85 %, mean of the curve",
+        "affinity 12.50 %, affinity -2.00",
     ]
 
 

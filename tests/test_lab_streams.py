@@ -423,7 +423,7 @@ def test_affinity_of_an_augmentation(data):
         model, data, ["affinity(augmentation=identity)", "affinity(augmentation=gaussian(std=0.8))"]
     )
     assert none["scalars"]["affinity"] == 0 and strong["scalars"]["affinity"] < -5
-    assert strong["title"] == "affinity of gaussian(std=0.8)"
+    assert strong["title"] == "augmented by gaussian(std=0.8)"
     for text, said in (("mixup", "two classes"), ("cutuot", "no augmentation 'cutuot'")):
         with pytest.raises(LabError, match=said):
             measure(model, data, [f"affinity(augmentation={text})"])

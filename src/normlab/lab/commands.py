@@ -401,6 +401,10 @@ def _print_records(records: Sequence[dict[str, Any]]) -> None:
     ]
     if rows:
         typer.echo(table(("measurement", "accuracy %", "images", "seconds"), rows))
+    for r in records:
+        said = [f"{name} {number:.2f}" for name, number in (r.get("scalars") or {}).items()]
+        if said:
+            typer.echo(f"{r.get('title', r['measurement'])}: {', '.join(said)}")
 
 
 def _console(*, stderr: bool = False) -> Console:

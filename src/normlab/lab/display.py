@@ -120,6 +120,7 @@ class Lines(Watcher):
     def tell(self, settings: Settings, record: dict[str, Any]) -> None:
         value = record.get("accuracy")
         said = "" if value is None else f" {value:.2f} %{mean_of(record)}"
+        said += "".join(f", {name} {number:.2f}" for name, number in (record.get("scalars") or {}).items())
         self._say(f"{self._who(settings)}: {record['measurement']}{said}")
 
     def note(self, sentence: str) -> None:

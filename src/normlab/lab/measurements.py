@@ -521,7 +521,7 @@ MEASUREMENTS: dict[str, Kind] = {
     "affinity": Kind(
         "accuracy on augmented images minus clean accuracy; the data set's own augmentation, or the one named",
         ("augmentation",), _open_affinity,
-        lambda a: f"affinity of {a.get('augmentation', 'crops and mirror images')}", lambda a: 2, _affinity,
+        lambda a: f"augmented by {a.get('augmentation', 'crops and mirror images')}", lambda a: 2, _affinity,
     ),
     "between": Kind(
         "accuracy against the weight of aux, from main alone to aux alone; of=coefficients mixes in one forward pass",
