@@ -22,16 +22,20 @@ def rounded(value: float | None) -> float | None:
 
 
 def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
-    """Every cell of the comparison that a folder holds, with the device and versions that it was computed with."""
-    found = json.loads((folder / "comparison.json").read_text())
+    """Every cell of the comparisons that a folder holds, with the device and versions that they were computed with."""
     first = next(iter(sorted(folder.glob("runs/*/results.jsonl"))), None)
     record = {} if first is None else json.loads(first.read_text().splitlines()[0])
     place = machine(record.get("device", "CPU"), commit)
-    place |= {k: v for k, v in record.get("versions", found["versions"]).items() if k in ("torch", "python")}
+    comparisons = [json.loads(file.read_text()) for file in sorted(folder.glob("comparison*.json"))]
+    if not comparisons:
+        raise SystemExit(f"{folder} holds no comparison.json of `normlab reproduce`")
+    made = record.get("versions", comparisons[0]["versions"])
+    place |= {k: v for k, v in made.items() if k in ("torch", "python")}
     return [
         {"table": found["name"], "part": part["title"], "row": row["label"], "column": row["column"],
          "paper": rounded(row["paper"]), "paper_error": rounded(row["paper_error"]), "ours": rounded(row["mean"]),
          "error": rounded(row["error"]), "n": row["n"], "scale": found["scale"]} | place
+        for found in comparisons
         for part in found["comparisons"]
         for row in part["rows"]
     ]  # fmt: skip

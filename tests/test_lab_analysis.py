@@ -29,6 +29,8 @@ def test_importance_by_layer():
     assert list(means.values()) == pytest.approx([5 / 12, 7 / 24, 7 / 24])
     assert sum(variances.values()) == pytest.approx(1)
     assert analysis.importance(two_norms(normlab.BatchNorm2d)) == []
+    branches = normlab.Norm2d(4, ("instance", "batch"), "branch", branches=("main", "aux"))
+    assert normlab.importance(nn.Sequential(branches)) == {"0": {"instance": (0.5, 0.5), "batch": (0.5, 0.5)}}
 
 
 def test_importance_over_training_averages_layers():

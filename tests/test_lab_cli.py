@@ -1,17 +1,19 @@
 """The command line as a user has it: what it prints, what it writes, and a sentence for everything that is wrong."""
 
+import io
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from normlab.lab import Settings, load_checkpoint, read_results, study
 from normlab.lab.cli import main
 from normlab.lab.commands import seeds_of, split
-from normlab.lab.display import Clock
+from normlab.lab.display import Clock, Lines
 
 SMALL = ("--data", "digits", "--model", "mlp", "--depth", "2", "--width", "8", "--epochs", "1", "--train-size", "200",
          "--test-size", "100", "--batch-size", "50")  # fmt: skip
@@ -322,6 +324,22 @@ def test_a_terminal_shows_a_table_and_the_time_left(monkeypatch, tmp_path):
     mean = study.read_results(tmp_path).table("clean")[0].mean
     assert f"{mean:.1f}" in shown and "6/6" in shown and "left" in shown
     assert screen.clock.seconds() == 0
+
+
+def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
+    console = Console(file=io.StringIO(), width=40)
+    settings = Settings(norm='separated("switchable", affine="sandwich")', epochs=1)
+    lines = Lines(console, [settings], ["between"], lambda s: s.norm)
+    lines.run(settings, done_epochs=0)
+    lines.epoch({"epoch": 1, "loss": 0.0, "accuracy": 90.0, "seconds": 1.0})
+    lines.measured(settings, {"measurement": "between", "accuracy": 97.854, "curve": {}})
+    lines.measured(settings, {"measurement": "affinity", "accuracy": 12.5, "scalars": {"affinity": -2.0}})
+    said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.partition("seed 0: ")[2] for line in said] == [
+        "1 epoch, loss 0, accuracy 90",
+        "between 97.85 %, mean of the curve",
+        "affinity 12.50 %, affinity -2.00",
+    ]
 
 
 def test_time_left_is_by_kind_of_work():

@@ -414,7 +414,7 @@ def test_subset_is_stratified_and_keeps_order() -> None:
         torch.randperm(10, generator=torch.Generator().manual_seed(0))
     ]
     x = torch.arange(10, dtype=torch.uint8).view(-1, 1, 1, 1)
-    whole = replace(toy(), train=Images(x, y), test=Images(x, y))
+    whole = replace(toy(channels=1), train=Images(x, y), test=Images(x, y))
     part = whole.subset(train=5)
     assert part.train.y.bincount(minlength=3).tolist() == [3, 2, 0], (
         "1.5 and 0.5: equal remainders, the first class"

@@ -520,6 +520,9 @@ def test_what_only_the_data_can_tell(model: Classifier, data: Data) -> None:
     assert "5 outputs, but digits has 10 classes" in complaint(
         "clean", nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
     )
+    assert "Sequential cannot take the images of digits, 1 x 8 x 8 (" in complaint(
+        "clean", nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    )
     assert "returns logits [N, K]; Identity returned [16, 1, 8, 8]" in complaint("clean", nn.Identity())
     assert "call model.to(device) first" in complaint("clean", device="meta")
     assert "mean and std belong together" in complaint("clean", mean=(0.5,))

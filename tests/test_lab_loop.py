@@ -220,6 +220,15 @@ def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
     same_state(again.state_dict(), model.state_dict())
 
 
+def test_a_finished_run_is_not_trained_again_for_want_of_its_state(tmp_path, monkeypatch):
+    model, history = trained(TINY, folder=tmp_path)
+    (tmp_path / "last.safetensors").unlink()
+    monkeypatch.setattr(loop_module._Trainer, "_step", None)
+    again, seen = trained(TINY, folder=tmp_path)
+    assert numbers(seen) == numbers(history) and seen.best == history.best
+    same_state(again.state_dict(), model.state_dict())
+
+
 def test_a_state_of_other_settings_is_refused_and_left_alone(tmp_path):
     trained(TINY, folder=tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}

@@ -581,6 +581,17 @@ def test_weights_that_cannot_be(tmp_path: Path) -> None:
         build("resnet14", CIFAR, "batch", seed=0, weights=str(tmp_path / "good.safetensors"))
 
 
+def test_separated_statistics_by_surgery() -> None:
+    net: Any = build(
+        "torchvision:resnet18", like(1), 'separated("batch_group(4)", affine="sandwich")', seed=0
+    )
+    first = next(m for m in net.modules() if isinstance(m, normlab.Norm))
+    assert first.branches == ("main", "aux") and str(first.statistics.pools[0]) == "batch_group(4)"
+    x = torch.rand(2, 1, 32, 32)
+    with normlab.route(net, branch="aux"):
+        assert net(x).shape == (2, 10)
+
+
 def test_timm_by_surgery() -> None:
     pytest.importorskip("timm")
     x = torch.rand(2, 1, 32, 32)

@@ -445,6 +445,58 @@ def test_the_page_has_every_section_it_has_something_for(everything: Path, tmp_p
     ]
 
 
+def branched_records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+    def heat(name: str, title: str, branch: str, value: float, given: Any) -> dict[str, Any]:
+        grid = {"values": [[value, value], [value, 40.0]]}
+        return {"measurement": name, "title": title, "kind": "fourier", "accuracy": 50.0, "branch": branch,
+                "arguments": {"size": 8.0} | given, "grid": grid}  # fmt: skip
+
+    return [
+        heat("fourier(branch=main)", "fourier heat map size=8 branch main n=9", "main", 10.0, {"branch": "main"}),
+        heat("fourier(branch=aux)", "fourier heat map size=8 branch aux n=9", "aux", 30.0, {"branch": "aux"}),
+        {"measurement": "between", "title": "probabilities between main and aux", "kind": "between", "accuracy": 97.0,
+         "curve": {"x": [0, 1], "y": [96.5, 97.5], "x_label": "weight of aux", "y_label": "accuracy (%)"}},
+    ]  # fmt: skip
+
+
+def test_two_branches_have_their_curves_and_their_maps_side_by_side(tmp_path: Path) -> None:
+    results = made_up(("auxiliary", "batch"), 2, records=branched_records)
+    for run in results.runs:
+        for line in run.history if run.settings.norm == "auxiliary" else ():
+            line |= {"main_loss": 0.5, "aux_loss": 1.5, "aux_train_accuracy": 40.0}
+            line |= {"aux_accuracy": 60.0, "aux_test_loss": 1.0}
+    view = gather(results)
+    (found,) = view.heat_maps
+    assert found.title == "fourier heat map size=8 n=9"
+    branches = [f"{norm}, branch {b}" for norm in ("auxiliary", "batch") for b in ("main", "aux")]
+    assert list(found.maps) == branches and found.maps["batch, branch aux"][0][0] == 30.0
+    two, one = view.courses
+    assert two.streams == ("main", "aux") and one.streams == ()
+    own = {
+        "train loss of main", "train loss of aux", "train accuracy of aux", "test accuracy of aux", "test loss of aux"
+    }  # fmt: skip
+    assert set(two.lines) - set(one.lines) == own
+    assert two.lines["train loss of main"][0][1][0] == 0.5
+    page = write_report(results, tmp_path / "report.html")
+    assert "between" in sections(page) and "other" not in sections(page)
+    text = page.read_text()
+    assert "train loss is the mean of both; train accuracy, test loss and test accuracy are of main" in text
+    for words in ("train main", "test main", "train aux", "test aux"):
+        assert f">{words}</text>" in text
+    curve = text[text.index("weight of aux: probabilities") :]
+    assert (
+        ">20</text>" not in curve[: curve.index("</svg>")]
+    )  # not on the scale from 0 to 100, where it is flat
+
+
+def test_the_page_of_a_single_run_says_how_to_repeat_it(tmp_path: Path) -> None:
+    results = made_up(("batch",), 1, folder=tmp_path)
+    (tmp_path / "settings.toml").write_text(results.runs[0].settings.to_toml())
+    text = unescape(write_report(results, tmp_path / "report.html").read_text())
+    names = "'clean,bim(eps=0.5),bim(eps=0.25)'"
+    assert f"normlab train --config {tmp_path}/settings.toml --measure {names} --out NEW-FOLDER" in text
+
+
 def test_the_page_says_how_to_repeat_it(everything: Path) -> None:
     text = everything.read_text()
     assert "normlab compare --config" in text and "study.toml" in text and "batch_size = 64" in text

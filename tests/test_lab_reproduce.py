@@ -228,6 +228,10 @@ def test_bad_requests_are_sentences(tmp_path):
         reproduce.run("vulnerability-tabel2", tmp_path)
     with pytest.raises(LabError, match="'sed' is none"):
         reproduce.run("vulnerability-table2", tmp_path, scale="smoke", only={"sed": "1"})
+    with pytest.raises(
+        LabError, match="norm=foo,seed=0 chooses none of the 2 cells of vulnerability-table2, where norm is"
+    ):
+        reproduce.run("vulnerability-table2", tmp_path, scale="smoke", only={"norm": "foo", "seed": "0"})
     with pytest.raises(LabError, match="--images"):
         reproduce.run("vulnerability-table10", tmp_path, full=True)
     assert not any(tmp_path.iterdir())

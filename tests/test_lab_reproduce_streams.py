@@ -99,7 +99,10 @@ def test_entry_runs(name, shelf, monkeypatch):
     rows = [r for c in outcome.comparisons for r in c.rows]
     assert rows and all(math.isfinite(r.mean) and r.n == 1 for r in rows)
     assert all(c.rows for c in outcome.comparisons)
-    stored = json.loads((folder / "comparison.json").read_text())
+    assert outcome.report
+    stored = json.loads(
+        (folder / outcome.report.name.replace("report", "comparison")).with_suffix(".json").read_text()
+    )
     assert stored["name"] == name and len(stored["comparisons"]) == len(outcome.comparisons)
     assert outcome.results and all(run.folder.exists() for run in outcome.results.runs)
 
@@ -163,5 +166,5 @@ def test_parts():
     assert Workers(8, 32).batch == 256 and str(Workers(8, 32)) == "(8, 32)"
     assert common.augmentation("randaugment", ("cifar100", "wrn-28-10")) == "randaugment(n=2, m=14)"
     assert common.case_of("cutout", "adversarial")["recipe"].endswith(
-        "aux=pgd(eps=4/255, units=pixels, steps=5, step=1/255))"
+        "aux=pgd(eps=4/255, units=pixels, steps=5, step=1/255), forward=one)"
     )

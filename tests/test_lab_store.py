@@ -101,6 +101,15 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    store.write_atomic(pipe, "table")
+    assert os.read(reader, 10) == b"table" and pipe.is_fifo()
+    os.close(reader)
+
+
 def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LabError, match="cannot be written"):

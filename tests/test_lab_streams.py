@@ -392,6 +392,30 @@ def test_curve_between_the_branches(data):
     )
 
 
+def test_branches_of_other_names_are_mixed_by_their_own(data):
+    model = build("small", data, 'auxiliary(branches=("a", "b"))', seed=0, width=4).eval()
+    a, b, half, between = measure(
+        model, data, ["clean(branch=a)", "clean(branch=b)", "clean(mix=0.5)", "between(weights=[0, 0.5, 1])"]
+    )
+    assert between["at"] == {n: [r["accuracy"]] for n, r in (("a", a), ("half", half), ("b", b))}
+    assert (
+        between["title"] == "probabilities between a and b" and half["title"] == "clean a and b mixed by 0.5"
+    )
+    assert between["curve"]["x_label"] == "weight of b"
+    three = build("small", data, 'auxiliary(branches=("a", "b", "c"))', seed=0, width=4)
+    with pytest.raises(LabError, match="of two branches, and this model has a, b and c"):
+        measure(three, data, ["between"])
+
+
+def test_between_the_branches_and_over_frequencies_more_guesses_count(data):
+    model = trained(data)
+    clean, between, once, thrice = measure(
+        model, data, ["clean(top=3)", "between(top=3, weights=[0])", "fourier", "fourier(top=3)"]
+    )
+    assert between["curve"]["y"] == [clean["accuracy"]]
+    assert thrice["accuracy"] > once["accuracy"]
+
+
 def test_affinity_of_an_augmentation(data):
     """Digits lose their class under strong noise and keep it under none."""
     model = trained(data)
@@ -399,7 +423,7 @@ def test_affinity_of_an_augmentation(data):
         model, data, ["affinity(augmentation=identity)", "affinity(augmentation=gaussian(std=0.8))"]
     )
     assert none["scalars"]["affinity"] == 0 and strong["scalars"]["affinity"] < -5
-    assert strong["title"] == "affinity of gaussian(std=0.8)"
+    assert strong["title"] == "augmented by gaussian(std=0.8)"
     for text, said in (("mixup", "two classes"), ("cutuot", "no augmentation 'cutuot'")):
         with pytest.raises(LabError, match=said):
             measure(model, data, [f"affinity(augmentation={text})"])
@@ -455,6 +479,8 @@ def test_bad_recipes_are_refused_in_a_sentence(data, text, norm, said):
 @pytest.mark.parametrize(
     ("maker", "said"),
     [
+        (lambda x, y, data, draw: None, "the stream aux made NoneType; a maker returns as many images"),
+        (None, "the stream aux is made by None; expected the text of an augmentation or attack"),
         (
             lambda x, y, data, draw: x[1:],
             "the stream aux was given images [160, 1, 8, 8] and made [159, 1, 8, 8]",
@@ -493,6 +519,60 @@ def test_a_model_without_branches_is_refused_before_anything_is_written(tmp_path
             device="cpu",
         )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("clean(branch=adv)", "no branch 'adv'"),
+        ("low-pass(bands=9)", "bands 1 to 8"),
+        ("pgd-curve(eps=[0.1, 9])", "already reaches every image"),
+    ],
+)
+def test_measurements_that_cannot_be_made_are_refused_before_training(tmp_path, text, said):
+    settings = Settings(data="digits", norm="auxiliary", recipe="streams(main=identity, aux=standard)")
+    with pytest.raises(LabError, match=said):
+        train(settings, tmp_path / "run", measure=["clean", text], device="cpu")
+    with pytest.raises(LabError, match="no separated layers to mix"):
+        train(Settings(data="digits"), tmp_path / "run", measure=["clean(mix=0.5)"], device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_keeps_to_the_recipe_that_it_began_with(data, tmp_path):
+    def go(noise: Any) -> Any:
+        model = build("small", data, "auxiliary", seed=0, width=4)
+        settings = Settings(data="digits", norm="auxiliary", epochs=1)
+        return fit(
+            model, data, settings, recipe=two_streams(main="identity", aux=noise), folder=tmp_path
+        ).epochs
+
+    first = go("gaussian(std=0.1)")
+    assert go("gaussian(std=0.1)") == first
+    with pytest.raises(
+        LabError, match=r"aux=gaussian\(std=0.1\)\) and not with streams\(main=identity, aux=<function"
+    ):
+        go(noisy)
+    (tmp_path / "last.safetensors").unlink()
+    with pytest.raises(LabError, match="choose another folder"):
+        go("gaussian(std=0.2)")
+
+
+def test_data_that_do_not_fit_together_are_refused(data):
+    with pytest.raises(LabError, match="digits has 160 training images and 5 labels"):
+        replace(data, train=Images(data.train.x, data.train.y[:5]))
+    with pytest.raises(LabError, match="a std of 2 values"):
+        replace(data, std=(0.1, 0.2))
+    late = replace(data, train=Images(data.train.x, data.train.y + 1))
+    with pytest.raises(LabError, match="labels from 1 to 10 and 10 classes"):
+        fit(build("small", data, "batch", seed=0, width=4), late, Settings(data="digits", epochs=1))
+
+
+def test_statistics_of_branches_by_the_name_of_their_layer():
+    for layer, statistics in (("mode(3)", "modes(3)"), ("batch_renorm", "renorm"), ("bn", "batch")):
+        made = [parse_norm(f'separated("{name}")').make(8) for name in (layer, statistics)]
+        assert repr(made[0]) == repr(made[1])
+    with pytest.raises(LabError, match="did you mean 'switchable'"):
+        parse_norm('separated("switchabel")').make(8)
 
 
 def test_bad_mixing_is_refused_in_a_sentence(data):

@@ -356,6 +356,12 @@ class Mixture(Statistics):
             return sparsestmax(torch.stack((p["mean_weight"], p["var_weight"])), p["radius"], dim=1)
         return _softmax(p["mean_weight"], p["var_weight"])
 
+    def importance(self, p: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        """The weight of each pool in the mean and in the variance; averaged over groups of weights."""
+        with torch.no_grad():
+            mean, var = (w.reshape(w.shape[0], -1).mean(1).tolist() for w in self.weights(p))
+        return {str(m): pair for m, pair in zip(self.members, zip(mean, var, strict=True), strict=True)}
+
     def one_hot_logits(self, k: int) -> Tensor:
         """Logits that put all the weight on pool ``k``."""
         logits = torch.zeros(len(self.members))

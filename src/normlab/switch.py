@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from .layers import SparseSwitchNorm, SwitchNorm
+from .layers import Norm, SparseSwitchNorm, SwitchNorm
+from .rules import Mixture
 
 Kind = TypeVar("Kind", bound=SwitchNorm)
 
@@ -31,8 +32,15 @@ def set_radius(model: nn.Module, progress: float) -> nn.Module:
 
 
 def importance(model: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
-    """For every switchable norm by name: the weight of each pool in the mean and in the variance."""
-    return {n: m.importance() for n, m in model.named_modules() if isinstance(m, SwitchNorm)}
+    """For every switchable norm by name: the weight of each pool in the mean and in the variance.
+
+    A :class:`normlab.Norm` whose statistics are a mixture is one, with whatever affine map and branches.
+    """
+    return {
+        name: layer.statistics.importance({n: getattr(layer, n) for n in layer._learned})
+        for name, layer in model.named_modules()
+        if isinstance(layer, Norm) and isinstance(layer.statistics, Mixture)
+    }
 
 
 def _layers(model: nn.Module, kind: type[Kind]) -> list[Kind]:

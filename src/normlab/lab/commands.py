@@ -17,6 +17,7 @@ from .errors import Interrupted, LabError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .settings import Settings
     from .study import Study
 
 __all__ = ["app"]
@@ -317,13 +318,20 @@ def reproduce(
     folder = out or Path("runs") / (f"{name}-full" if full else name)
     outcome = papers.run(
         name, folder, full=full, device=device, data_root=root, download=download,
-        progress=Lines(_console(stderr=True), [], [], lambda s: s.norm),
+        progress=Lines(_console(stderr=True), [], [], _trained_how),
         seeds=None if seeds is None else seeds_of(seeds), only=papers.parse_only(only) if only else None,
         weights=weights, images=images, epochs=epochs,
     )  # fmt: skip
     typer.echo(str(outcome))
     for path in (*outcome.figures, *([outcome.report] if outcome.report else [])):
         typer.echo(path)
+
+
+def _trained_how(settings: Settings) -> str:
+    """Norm, and what else tells the trainings of a table apart, where it is not the usual."""
+    usual = type(settings)()
+    also = [str(v) for n in ("model", "recipe") if (v := getattr(settings, n)) != getattr(usual, n)]
+    return ", ".join([settings.norm, *also])
 
 
 @app.command()
@@ -380,10 +388,11 @@ def inspect(
 
 def _print_records(records: Sequence[dict[str, Any]]) -> None:
     from .analysis import table
+    from .measurements import mean_of
 
     rows = [
         (
-            r.get("title", r["measurement"]),
+            r.get("title", r["measurement"]) + mean_of(r),
             "" if r.get("accuracy") is None else f"{r['accuracy']:.2f}",
             str(r["n"]),
             f"{r['seconds']:.1f}",
@@ -392,6 +401,10 @@ def _print_records(records: Sequence[dict[str, Any]]) -> None:
     ]
     if rows:
         typer.echo(table(("measurement", "accuracy %", "images", "seconds"), rows))
+    for r in records:
+        said = [f"{name} {number:.2f}" for name, number in (r.get("scalars") or {}).items()]
+        if said:
+            typer.echo(f"{r.get('title', r['measurement'])}: {', '.join(said)}")
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -41,6 +41,15 @@ class Data:
     flip: bool = False
     crop: int = 0
 
+    def __post_init__(self) -> None:
+        for what, (x, y) in (("training", self.train), ("test", self.test)):
+            if len(x) != len(y):
+                raise LabError(f"{self.name} has {len(x):,} {what} images and {len(y):,} labels for them")
+        for what, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, self.channels):
+                raise LabError(f"{self.name} has images of {self.channels} channels and a {what} of {len(values)} "
+                               "values; expected one for each channel")  # fmt: skip
+
     @property
     def channels(self) -> int:
         return self.test.x.shape[1]

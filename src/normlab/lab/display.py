@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .loop import Watcher
+from .measurements import mean_of
 from .settings import Settings
 
 __all__ = ["Clock", "Lines", "Screen", "watcher"]
@@ -110,15 +111,17 @@ class Lines(Watcher):
 
     def trained(self, settings: Settings) -> None:
         said = "".join(
-            f", {k.replace('_', ' ')} {self.line[k]:.4g}" for k in ("loss", "accuracy") if self.line.get(k)
+            f", {k.replace('_', ' ')} {self.line[k]:.4g}"
+            for k in ("loss", "accuracy")
+            if self.line.get(k) is not None
         )
-        self._say(f"{self._who(settings)}: {settings.epochs} epochs{said}")
+        self._say(f"{self._who(settings)}: {settings.epochs} epoch{'s' * (settings.epochs != 1)}{said}")
 
     def tell(self, settings: Settings, record: dict[str, Any]) -> None:
         value = record.get("accuracy")
-        self._say(
-            f"{self._who(settings)}: {record['measurement']}" + ("" if value is None else f" {value:.2f} %")
-        )
+        said = "" if value is None else f" {value:.2f} %{mean_of(record)}"
+        said += "".join(f", {name} {number:.2f}" for name, number in (record.get("scalars") or {}).items())
+        self._say(f"{self._who(settings)}: {record['measurement']}{said}")
 
     def note(self, sentence: str) -> None:
         self._say(sentence)
@@ -135,7 +138,7 @@ class Lines(Watcher):
         return f"{self.label(settings)}, seed {settings.seed}"
 
     def _say(self, text: str) -> None:
-        self.console.print(Text(text), highlight=False)
+        self.console.print(Text(text), highlight=False, soft_wrap=True)  # a line stays one in a file
 
 
 class Screen(Lines):

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from .._text import nearest
+from .._text import nearest, words
 from ..routing import current
 from .attacks import Ball, shown
 from .errors import LabError
 from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions
+from .mixing import pair_of
 from .predict import (
     BETWEEN,
     Mixed,
@@ -72,20 +73,38 @@ class Measurement:
         given = dict(self.given)
         return MEASUREMENTS[self.kind].open(data, given) | given
 
-    def title(self, data: Data) -> str:
+    def title(self, data: Data, branches: Sequence[str] = ("main", "aux")) -> str:
         """What is measured on ``data``, in words and with units: ``noise std=1 standardised``."""
         given = dict(self.given)
-        words_ = [MEASUREMENTS[self.kind].title(self.arguments(data))]
+        words_ = [MEASUREMENTS[self.kind].title(self.arguments(data) | {"branches": branches})]
         if "top" in given:
             words_.append(f"top-{given['top']}")
         if "branch" in given:
             words_.append(f"branch {given['branch']}")
         if "mix" in given:
             what = "" if given.get("of", "probabilities") == "probabilities" else f"{given['of']} of "
-            words_.append(f"{what}main and aux mixed by {shown(given['mix'])}")
+            words_.append(f"{what}{words(branches)} mixed by {shown(given['mix'])}")
         if "n" in given:
             words_.append(f"n={given['n']}")
         return " ".join(words_)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it is of two branches."""
+        return self.kind.startswith("between") or any(key == "mix" for key, _ in self.given)
+
+    def check(self, model: nn.Module, data: Data) -> None:
+        """Say what does not fit the data or the branches of the model, before a network is trained for it."""
+        arguments = self.arguments(data)
+        kind, _, norm = self.kind.removesuffix("-curve").partition("-")
+        if kind in ("fgsm", "bim", "pgd"):
+            eps = arguments["eps"] if isinstance(arguments["eps"], tuple) else (arguments["eps"],)
+            attack = attack_of(kind, cast(Ball, norm or "linf"), arguments, max(eps))
+            attack.check_radius((1.0,) if attack.units == "pixels" else data.std, data.test.x[0].numel())
+        if self.mixes:
+            pair_of(model)
+        elif "branch" in dict(self.given):
+            routed(model, dict(self.given)["branch"])
 
     def run(
         self,
@@ -132,7 +151,7 @@ class Measurement:
             result = entry.run(subject, arguments)
         return {
             "measurement": self.name,
-            "title": self.title(data),
+            "title": self.title(data, pair_of(model)) if self.mixes else self.title(data),
             "kind": self.kind,
             "n": len(data.test.y),
             "arguments": {k: _plain(v) for k, v in arguments.items()},
@@ -162,7 +181,16 @@ def _check_classes(model: nn.Module, data: Data) -> None:
     """Before the first pass: on a GPU a label without a logit is an assertion in a kernel."""
     if not len(data.test.y):
         raise LabError(f"{data.name} has no test images to measure on")
-    found = predictions(model, data.test.x[:16]).shape[1]  # batch statistics of one image may not exist
+    try:
+        found = predictions(model, data.test.x[:16]).shape[1]  # batch statistics of one image may not exist
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        shape = " x ".join(map(str, data.test.x.shape[1:]))
+        raise LabError(
+            f"{type(model).__name__} cannot take the images of {data.name}, {shape} ({str(error).splitlines()[0]}); "
+            "choose the data that it was trained on, or data of that size"
+        ) from error
     if found < len(data.classes):
         raise LabError(
             f"{type(model).__name__} has {found} outputs, but {data.name} has {len(data.classes)} classes; "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .attacks import as_found
 from .data import pixels
 from .errors import LabError
-from .predict import batch_size_for, device_of
+from .predict import among, batch_size_for, device_of
 from .seeds import generator
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def heat_map(
     norm: float = 8.0,
     batch_size: int | None = None,
     seed: int = 0,
+    top: int = 1,
     progress: Progress | None = None,
 ) -> Tensor:
     """Error in [0, 1] under a wave of each frequency: [H, W], frequency 0 in the middle, at [H // 2, W // 2].
@@ -73,6 +74,7 @@ def heat_map(
             images of 32 pixels.
         batch_size: images at once; small sets are given several waves at once.
         seed: of the signs.
+        top: an image is right where its class is among so many of the highest scores.
         progress: called with the number of waves done and that of all.
     """
     if not norm > 0:
@@ -96,8 +98,8 @@ def heat_map(
                 shape = (len(some), len(part), c, 1, 1)
                 signs = torch.randint(0, 2, shape, generator=draw, device=device) * 2 - 1
                 waved = (part + signs * wave[:, None, None]).clamp_(0, 1)  # [K, N, C, H, W]
-                found = model(waved.flatten(0, 1)).argmax(1).view(len(some), -1)
-                wrong[first : first + len(some)] += (found != labels).sum(1)
+                right = among(model(waved.flatten(0, 1)), labels.repeat(len(some)), top)
+                wrong[first : first + len(some)] += (~right).view(len(some), -1).sum(1)
             if progress is not None:
                 progress(first + len(some), len(waves))
     error = torch.empty(h, w, dtype=torch.float64)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import calibrate, fuse, route
+from .. import calibrate, fuse, importance, route
 from ..backend import backend
-from ..layers import Norm, SwitchNorm
+from ..layers import Norm
 from .errors import LabError
 from .ranks import ALONE, Ranks, Share
 from .recipes import Batch, Context, Phase, Recipe
@@ -150,6 +151,10 @@ class _Trainer:
         size, remainder = settings.batch_size, len(ctx.data.train.y) % settings.batch_size
         if not len(ctx.data.train.y):
             raise LabError(f"{ctx.data.name} has no training images; it is for testing only.")
+        (low, high), classes = (int(v) for v in ctx.data.train.y.aminmax()), len(ctx.data.classes)
+        if low < 0 or high >= classes:  # on a GPU it would be an assertion in a kernel
+            raise LabError(f"{ctx.data.name} has labels from {low} to {high} and {classes} classes; expected labels "
+                           f"from 0 to {classes - 1}")  # fmt: skip
         # Batch statistics of a single value do not exist, so a last batch of one image is left out.
         self.images = len(ctx.data.train.y) - (remainder if remainder == 1 and size > 1 else 0)
         if not self.images:
@@ -193,12 +198,12 @@ class _Trainer:
     def _tests(self, tested: nn.Module, lr: float, start: float) -> dict[str, Any]:
         """What an epoch's line has besides the sums over its steps."""
         found: dict[str, Any] = self.recipe.evaluate(tested, self.ctx)
-        importance = {n: m.importance() for n, m in tested.named_modules() if isinstance(m, SwitchNorm)}
+        weights = importance(tested)
         if self.ctx.device.type == "cuda":
             torch.cuda.synchronize(self.ctx.device)
         found |= {"lr": lr, "seconds": round(time.perf_counter() - start, 4)}
         found |= {"ranks": self.ranks.world} if self.ranks.world > 1 else {}
-        return found | ({"importance": importance} if importance else {})
+        return found | ({"importance": weights} if weights else {})
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
         """Every training image once, in an order of this epoch; pixels may still be bytes."""
@@ -375,6 +380,7 @@ class _Trainer:
         return {
             "settings": settings.values(),
             "digest": settings.digest(),
+            "recipe": _described(self.recipe),
             "epoch": epoch,
             "data": like,
         }
@@ -399,16 +405,17 @@ class _Trainer:
             self._load(tensors, "rank 0")
 
     def resume(self, folder: Path | None) -> History:
-        if folder is None or not (folder / "last.safetensors").exists():
-            if folder is not None and (folder / "log.jsonl").exists():
-                write_lines(folder / "log.jsonl", [])  # of an epoch whose state was never stored
+        if folder is None:
             return History()
         path, device = folder / "last.safetensors", self.ctx.device
+        if not path.exists():
+            return self._finished(folder)
         tensors, meta = load_checkpoint(path, device=device)
         if meta.get("kind") != "state" or meta.get("digest") != self.ctx.settings.digest():
             raise LabError(
                 f"{path} is the state of a run with other settings; choose another folder for this one."
             )
+        self._check_recipe(meta, path)
         self._load(tensors, path)
         lines = read_lines(folder / "log.jsonl")
         if len(lines) < meta["epoch"]:
@@ -431,6 +438,32 @@ class _Trainer:
                                "files were mixed. Remove the folder to train from the start.")  # fmt: skip
         return History(lines, self.best_epoch)
 
+    def _check_recipe(self, meta: dict[str, Any], path: Path) -> None:
+        """A recipe that was given as an object is not in the settings."""
+        before, now = meta.get("recipe"), _described(self.recipe)
+        if before is not None and before != now:
+            raise LabError(f"{path} is of a run with the recipe {before} and not with {now}; choose another folder for "
+                           "this one.")  # fmt: skip
+
+    def _finished(self, folder: Path) -> History:
+        """A run that is complete without the state to go on from, which is large and may have been removed."""
+        lines, best = read_lines(folder / "log.jsonl"), folder / "best.safetensors"
+        if len(lines) == self.ctx.settings.epochs and best.exists():
+            state, about = load_checkpoint(best, device=self.ctx.device)
+            if about.get("digest") == self.ctx.settings.digest():
+                self._check_recipe(about, best)
+                self.best_state, self.best_epoch = state, about["epoch"]
+                return History(lines, self.best_epoch)
+        if lines:
+            write_lines(folder / "log.jsonl", [])  # of an epoch whose state was never stored
+        return History()
+
+
+def _described(recipe: Recipe) -> str:
+    """A recipe in words that are the same in another process."""
+    own = type(recipe).__repr__ is not object.__repr__
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(recipe)) if own else type(recipe).__qualname__
+
 
 def _fused(model: nn.Module, ctx: Context) -> nn.Module:
     """On CUDA the same parameters and buffers with activations and additions inside the norm layers' kernels."""
@@ -448,7 +481,7 @@ def _fused(model: nn.Module, ctx: Context) -> nn.Module:
     wanted = {name for m in model.modules() if isinstance(m, Norm) for name in m.wants}
     if wanted - {"branch"}:  # and nothing is known of labels and styles here
         return tested
-    first = torch.zeros(len(x), dtype=torch.int64, device=ctx.device)
+    first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     with route(model, branch=first) if wanted else nullcontext():
         return fuse(model, x)
 

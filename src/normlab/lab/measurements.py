@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -19,6 +19,7 @@ from .._text import nearest, words
 from .attacks import Attack, Ball, Units, as_found, bim, fgsm, pgd, shown, standard_deviation
 from .data import augment, pixels, resize
 from .errors import LabError
+from .mixing import pair_of
 from .predict import Change, Score, accuracy_between, batch_size_for, device_of, predictions, score_under
 from .seeds import generator
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = ["GREY", "MEASUREMENTS", "NATURAL", "Arguments", "Budget", "Kind", "Subject", "attack_of", "budget",
-           "open_corruptions"]  # fmt: skip
+           "mean_of", "open_corruptions"]  # fmt: skip
 
 
 class Budget(NamedTuple):
@@ -228,6 +229,11 @@ def _floats(values: Tensor | Sequence[float]) -> list[float]:
     return values.flatten().tolist() if isinstance(values, Tensor) else list(values)
 
 
+def mean_of(record: Mapping[str, Any]) -> str:
+    """What to add to the name of a record's accuracy where it stands for many numbers."""
+    return ", mean of the curve" if "curve" in record else ", mean of the map" if "grid" in record else ""
+
+
 def _curve(x: Sequence[float], y: Sequence[float], x_label: str) -> dict[str, Any]:
     """Points of a curve; their mean stands for it where one number is wanted."""
     curve = {"x": list(x), "y": list(y), "x_label": x_label, "y_label": "accuracy (%)"}
@@ -355,6 +361,7 @@ def _fourier(subject: Subject, arguments: Arguments) -> dict[str, Any]:
         norm=arguments["size"],
         batch_size=subject.batch_size,
         seed=subject.seed,
+        top=subject.top,
         progress=subject.tell,
     )
     error = 100 * grid.double().cpu()
@@ -418,27 +425,28 @@ def _open_between(data: Data, given: Arguments) -> Arguments:
 
 
 def _title_between(arguments: Arguments) -> str:
-    return f"{arguments['of']} between main and aux"
+    return f"{arguments['of']} between {words(arguments.get('branches', ('main', 'aux')))}"
 
 
 def _all_between(subject: Subject, arguments: Arguments, change: Change | None = None) -> list[float]:
     return accuracy_between(
         subject.model, *subject.data.test, arguments["weights"], of=arguments["of"], change=change,
-        batch_size=subject.batch_size, seen=lambda first, x: subject.step(),
+        batch_size=subject.batch_size, top=subject.top, seen=lambda first, x: subject.step(),
     )  # fmt: skip
 
 
-def _ends(arguments: Arguments, values: Sequence[float]) -> dict[str, list[float]]:
+def _ends(subject: Subject, arguments: Arguments, values: Sequence[float]) -> dict[str, list[float]]:
     """Each branch alone and half of both, where the curve has the points."""
     at = dict(zip(arguments["weights"], values, strict=True))
-    names = {0.0: "main", 0.5: "half", 1.0: "aux"}
+    first, second = pair_of(subject.model)
+    names = {0.0: first, 0.5: "half", 1.0: second}
     return {name: [at[weight]] for weight, name in names.items() if weight in at}
 
 
 def _between(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     found = _all_between(subject, arguments)
-    curve = _curve(arguments["weights"], found, "weight of aux")
-    return curve | {"at": _ends(arguments, found)}
+    curve = _curve(arguments["weights"], found, f"weight of {pair_of(subject.model)[1]}")
+    return curve | {"at": _ends(subject, arguments, found)}
 
 
 def _between_corruptions(subject: Subject, arguments: Arguments) -> dict[str, Any]:
@@ -453,9 +461,10 @@ def _between_corruptions(subject: Subject, arguments: Arguments) -> dict[str, An
             found.append(_all_between(subject, arguments, change))
     errors = [100 - sum(column) / len(column) for column in zip(*found, strict=True)]
     label = "uCE (%)" if set(arguments["names"]) == set(corruptions.COMMON) else "mean error (%)"
-    curve = {"x": list(arguments["weights"]), "y": errors, "x_label": "weight of aux", "y_label": label}
+    x_label = f"weight of {pair_of(subject.model)[1]}"
+    curve = {"x": list(arguments["weights"]), "y": errors, "x_label": x_label, "y_label": label}
     mean = 100 - sum(errors) / len(errors)
-    return {"accuracy": mean, "curve": curve, "at": _ends(arguments, errors)}
+    return {"accuracy": mean, "curve": curve, "at": _ends(subject, arguments, errors)}
 
 
 def _open_between_corruptions(data: Data, given: Arguments) -> Arguments:
@@ -512,7 +521,7 @@ MEASUREMENTS: dict[str, Kind] = {
     "affinity": Kind(
         "accuracy on augmented images minus clean accuracy; the data set's own augmentation, or the one named",
         ("augmentation",), _open_affinity,
-        lambda a: f"affinity of {a.get('augmentation', 'crops and mirror images')}", lambda a: 2, _affinity,
+        lambda a: f"augmented by {a.get('augmentation', 'crops and mirror images')}", lambda a: 2, _affinity,
     ),
     "between": Kind(
         "accuracy against the weight of aux, from main alone to aux alone; of=coefficients mixes in one forward pass",

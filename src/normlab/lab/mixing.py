@@ -25,7 +25,7 @@ from ..routing import branch_index, current
 from ..rules import Positional
 from .errors import LabError
 
-__all__ = ["branches_of", "mixed_branches"]
+__all__ = ["branches_of", "mixed_branches", "pair_of"]
 
 
 def branches_of(model: nn.Module) -> tuple[str, ...]:
@@ -39,12 +39,27 @@ def branches_of(model: nn.Module) -> tuple[str, ...]:
     return next(iter(found), ())
 
 
+def pair_of(model: nn.Module) -> tuple[str, str]:
+    """The two branches that a mixture is of, where none are named: main and aux, or the only two that there are."""
+    known = branches_of(model)
+    if not known:
+        raise LabError(
+            f"{type(model).__name__} has no separated layers to mix; convert(model, 'auxiliary') makes some"
+        )
+    if {"main", "aux"} <= set(known):
+        return "main", "aux"
+    if len(known) != 2:
+        raise LabError(f"a mixture is of two branches, and this model has {words(known)}; name two of them")
+    return known[0], known[1]
+
+
 @contextmanager
 def mixed_branches(
-    model: nn.Module, weight: float, branches: Sequence[str] = ("main", "aux")
+    model: nn.Module, weight: float, branches: Sequence[str] | None = None
 ) -> Iterator[nn.Module]:
     """Within it, separated layers lie between two branches: ``weight`` 0 is the first, 1 the second.
 
+    The branches are main and aux, or the two that the model has, unless others are named.
     It is for evaluation: running statistics normalize. A layer that mixes pools within a sample into its statistics
     takes those once for both branches.
 
@@ -57,15 +72,11 @@ def mixed_branches(
     >>> torch.allclose(y, (layer(x, "main") + layer(x, "aux")) / 2, atol=1e-6)
     True
     """
-    if len(branches) != 2 or not 0 <= weight <= 1:
-        raise LabError(
-            f"mixing takes two branches and a weight in [0, 1]; got {words(branches)} and {weight!r}"
-        )
+    if (branches is not None and len(branches) != 2) or not 0 <= weight <= 1:
+        got = weight if branches is None else f"{words(branches)} and {weight}"
+        raise LabError(f"mixing takes two branches and a weight in [0, 1]; got {got}")
+    branches = pair_of(model) if branches is None else branches
     layers = [m for m in model.modules() if "branch" in getattr(m, "wants", ())]
-    if not layers:
-        raise LabError(
-            f"{type(model).__name__} has no separated layers to mix; convert(model, 'auxiliary') makes some"
-        )
     own = [layer.__dict__.get("forward") for layer in layers]
     try:
         for layer in layers:

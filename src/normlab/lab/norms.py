@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import layers
 from .._text import nearest
+from ..pools import POOLS
 from ..surgery import TARGETS
 from .errors import LabError
 
@@ -32,7 +33,8 @@ _FIRST = {
     "meta": "key_size", "switchable": "pools", "sparse_switchable": "pools", "separated": "statistics",
 }  # fmt: skip
 _TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-_MIXED = {"switchable": ("instance", "layer", "batch")}  # statistics by the name of the layer that has them
+# Statistics by the name of the layer that has them, where they have another.
+_STATISTICS = {"switchable": ("instance", "layer", "batch"), "batch_renorm": "renorm", "mode": "modes"}
 _NOT_OPTIONS = {"num_features", "num_channels", "device", "dtype", "args", "kwargs"}
 _MOST_GROUPS = 32  # of group norm where no number is given
 
@@ -195,9 +197,16 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
 
 def _separated(channels: int, dims: int, statistics: Any = "batch", **options: Any) -> nn.Module:
     """Any cell of statistics x affine with one set for each branch; the affine map is a branch's own unless said."""
-    make: Any = getattr(layers, f"Norm{dims}d")
-    named = _MIXED.get(statistics, statistics) if isinstance(statistics, str) else statistics
-    return make(channels, named, **{"affine": "branch", "branches": ("main", "aux"), **options})
+    make: Any = getattr(layers, f"Norm{dims}d") if dims else layers.Norm  # 0: for any number of spatial axes
+    if isinstance(statistics, str):
+        name, bracket, rest = statistics.partition("(")
+        name = _SHORT.get(name.strip(), name.strip())
+        known = (*POOLS, "switchable", "modes", "renorm", "positional")
+        if name.partition("/")[0].strip() not in (*known, *_STATISTICS):
+            raise ValueError(f"there are no statistics {statistics!r}; {nearest(name, known)}")
+        named = _STATISTICS.get(name, name)
+        statistics = f"{named}{bracket}{rest}" if isinstance(named, str) else named
+    return make(channels, statistics, **{"affine": "branch", "branches": ("main", "aux"), **options})
 
 
 def _divisor(channels: int, most: int) -> int:

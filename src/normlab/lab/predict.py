@@ -15,7 +15,7 @@ from ..routing import route
 from .attacks import Attack, as_found
 from .data import augment, pixels
 from .errors import LabError
-from .mixing import branches_of, mixed_branches
+from .mixing import branches_of, mixed_branches, pair_of
 from .seeds import generator
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "BETWEEN", "Change", "Mixed", "Score", "accuracy", "accuracy_between", "accuracy_under", "affinity",
+    "BETWEEN", "Change", "Mixed", "Score", "accuracy", "accuracy_between", "accuracy_under", "affinity", "among",
     "batch_size_for", "device_of", "predict_with", "predictions", "routed", "score_under", "transfer",
 ]  # fmt: skip
 
@@ -84,12 +84,17 @@ def score_under(
         for part, labels in _batches(x, y, device, batch_size):
             images = part if change is None else change(part, labels)
             logits = _logits(model, images)
-            right = (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).sum()
+            right = among(logits, labels, top).sum()
             sums += torch.stack([right.double(), F.cross_entropy(logits, labels, reduction="sum").double()])
             seen(first, images)
             first += len(labels)
     right, loss = sums.tolist()
     return Score(100 * right / len(y), loss / len(y))
+
+
+def among(logits: Tensor, labels: Tensor, top: int) -> Tensor:  # [N] bool
+    """Whether each label is one of the ``top`` highest logits."""
+    return (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).any(1)
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
@@ -177,13 +182,16 @@ def accuracy_between(
     weights: Sequence[float],
     *,
     of: str = "probabilities",
-    branches: Sequence[str] = ("main", "aux"),
+    branches: Sequence[str] | None = None,
     change: Change | None = None,
     batch_size: int | None = None,
+    top: int = 1,
     seen: Callable[[int, Tensor], None] = lambda first, x: None,
 ) -> list[float]:
     """Per cent right at each weight of the second branch; predictions are averaged for all weights from one pass."""
-    predict_with(model, branches=branches, weight=0.0, of=of)  # says what is wrong with the arguments
+    branches = predict_with(
+        model, branches=branches, weight=0.0, of=of
+    ).branches  # says what is wrong with them
     right = torch.zeros(len(weights), dtype=torch.double, device=device_of(model))
     first = 0
     with torch.no_grad(), as_found(model):
@@ -196,7 +204,7 @@ def accuracy_between(
                         found = model(images)
                 else:
                     found = _between(*pair, weight, of)
-                right[k] += (found.argmax(1) == labels).sum()
+                right[k] += among(found, labels, top).sum()
             seen(first, images)
             first += len(labels)
     return (100 * right / len(y)).tolist()
@@ -205,7 +213,7 @@ def accuracy_between(
 def predict_with(
     model: nn.Module,
     *,
-    branches: Sequence[str] = ("main", "aux"),
+    branches: Sequence[str] | None = None,
     weight: float = 0.5,
     of: str = "probabilities",
 ) -> Mixed:
@@ -213,12 +221,13 @@ def predict_with(
 
     Of ``"probabilities"``, or of ``"logits"``, which gives other predictions; both from one forward pass over the
     images twice. Of ``"coefficients"`` every separated layer lies between the branches, in a pass over the images once
-    (:func:`normlab.lab.mixing.mixed_branches`). The result is a model: measure it, attack it, ask it for logits.
+    (:func:`normlab.lab.mixing.mixed_branches`). The branches are main and aux, or the two that the model has, unless
+    others are named. The result is a model: measure it, attack it, ask it for logits.
     """
-    if len(branches) != 2 or not 0 <= weight <= 1:
-        raise LabError(
-            f"interpolation takes two branches and a weight in [0, 1]; got {words(branches)} and {weight!r}"
-        )
+    if (branches is not None and len(branches) != 2) or not 0 <= weight <= 1:
+        got = weight if branches is None else f"{words(branches)} and {weight}"
+        raise LabError(f"interpolation takes two branches and a weight in [0, 1]; got {got}")
+    branches = pair_of(model) if branches is None else branches
     if of not in BETWEEN:
         raise LabError(
             f"of={of!r} is not known; expected {', '.join(map(repr, BETWEEN[:-1]))} or {BETWEEN[-1]!r}"

@@ -48,6 +48,9 @@ def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(data)  # a device or a pipe is written to: a file must not take its place
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
             file.write(data)
@@ -168,7 +171,8 @@ def load_checkpoint(
     except (SafetensorError, OSError, ValueError) as error:
         raise LabError(
             f"{path} is no checkpoint that can be read: cut off, damaged, or not a safetensors file ({error}). "
-            "Weights of another format are loaded in Python and saved again with safetensors.torch.save_file."
+            "If it is of a run, remove it and give the run's command again. Weights of another format are loaded in "
+            "Python and saved again with safetensors.torch.save_file."
         ) from error
     return tensors, meta if isinstance(meta, dict) else {}
 

@@ -83,7 +83,7 @@ def run_study(
     folder, watch, place = study.folder, progress or Watcher(), pick_device(device)
     measurements = measurements_of(study.measurements)
     grid = study.grid()
-    data = _checked_data(grid, root=root, download=download)
+    data = _checked_data(grid, measurements, root=root, download=download)
     _merged(study)
     with locked(folder):
         write_atomic(folder / "study.toml", _merged(study).to_toml())
@@ -155,7 +155,7 @@ def train(
     folder, watch, place = Path(folder), progress or Watcher(), pick_device(device)
     measurements = measurements_of(measure)
     if data is None:
-        data = _checked_data([settings], root=root, download=download)[_data_key(settings)]
+        data = _checked_data([settings], measurements, root=root, download=download)[_data_key(settings)]
     _check_home(settings, folder)
     with locked(folder):
         model = trained(settings, data, folder, watch, place, tensorboard=tensorboard)
@@ -258,7 +258,7 @@ def measured(
     where = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
+        else f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
     )
     for measurement in measurements:
         watch.measuring(settings, measurement.name)
@@ -273,8 +273,12 @@ def _data_key(settings: Settings) -> tuple[Any, ...]:
     return settings.data, settings.size, settings.train_size, settings.test_size
 
 
-def _checked_data(grid: Sequence[Settings], **options: Any) -> dict[tuple[Any, ...], Data]:
-    """Every data set of the grid; every network has been built once, so that no run fails late by its name."""
+def _checked_data(
+    grid: Sequence[Settings], measurements: Sequence[Measurement], **options: Any
+) -> dict[tuple[Any, ...], Data]:
+    """Every data set of the grid; every network has been built once, so that no run fails late by its name, and no
+    measurement by a branch that it does not have.
+    """
     data: dict[tuple[Any, ...], Data] = {}
     built: set[tuple[Any, ...]] = set()
     from .norms import parse_norm
@@ -294,6 +298,8 @@ def _checked_data(grid: Sequence[Settings], **options: Any) -> dict[tuple[Any, .
             built.add(network)
             model = build_model(settings, data[key])
             recipe(settings.recipe).check(model)
+            for measurement in measurements:
+                measurement.check(model, data[key])
             led().check(settings, model)
     return data
 

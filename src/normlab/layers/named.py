@@ -216,12 +216,7 @@ class SwitchNorm(Norm):
     def importance(self) -> dict[str, tuple[float, float]]:
         """The weight of each pool in the mean and in the variance; averaged over groups of weights."""
         assert isinstance(self.statistics, Mixture)
-        with torch.no_grad():
-            weights = self.statistics.weights({n: getattr(self, n) for n in self._learned})
-            mean, var = (w.reshape(w.shape[0], -1).mean(1).tolist() for w in weights)
-        return {
-            str(p): pair for p, pair in zip(self.statistics.members, zip(mean, var, strict=True), strict=True)
-        }
+        return self.statistics.importance({n: getattr(self, n) for n in self._learned})
 
     @torch.no_grad()
     def harden(self) -> None:

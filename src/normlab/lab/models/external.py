@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,9 +68,22 @@ def _with_norm(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> tuple[n
         return net, ()
     if norm.name == "torch":
         raise LabError("torch's batch norm can stay where it is, not take the place of others; use batch")
-    net = convert(net, norm.name, keep=keep, **dict(norm.options))
+    if norm.name == "separated":
+        net = convert(net, _separated(norm), keep=keep)
+    else:
+        net = convert(net, norm.name, keep=keep, **dict(norm.options))
     left = [kind for _, kind, _ in report(net).skipped]
     return net, (f"{len(left)} layers stay as they are: {words(sorted(set(left)))}",) if left else ()
+
+
+def _separated(norm: NormSpec) -> Callable[..., nn.Module]:
+    """A maker for surgery, which has no target of that name: epsilon and momentum stay those of the old layer."""
+
+    def separated(channels: int, eps: float = 1e-5, momentum: float | None = 0.1) -> nn.Module:
+        options = {"eps": eps, "momentum": momentum} | dict(norm.options)
+        return replace(norm, options=tuple(options.items())).make(channels, dims=0)
+
+    return separated
 
 
 def _torchvision(model: str, data: Sized) -> nn.Module:

@@ -93,6 +93,10 @@ class _Chain:
 def made(maker: Maker, x: Tensor, y: Tensor, data: Data, generator: torch.Generator, who: str) -> Part:
     """A maker's images and targets, checked: they are made many at once, so looking at them costs little."""
     found = maker(x, y, data, generator)
+    if not isinstance(found, (Tensor, tuple)):
+        raise LabError(
+            f"{who} made {type(found).__name__}; a maker returns as many images as it is given, as a tensor"
+        )
     images, label, other, weight = (found, None, None, None) if isinstance(found, Tensor) else found
     label = y if label is None else label
     other = label if other is None else other

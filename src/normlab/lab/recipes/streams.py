@@ -214,12 +214,19 @@ def two_streams(
     """
     if forward not in ("one", "two"):
         raise LabError(f"forward={forward!r} is not known; expected 'one' or 'two' forward passes")
+    for branch, maker in streams.items():
+        if not isinstance(maker, (str, Adversary)) and not callable(maker):
+            raise LabError(f"the stream {branch} is made by {maker!r}; expected the text of an augmentation or attack, "
+                           "or a function of images, labels, data and generator")  # fmt: skip
     if len(streams) != 2:
         raise LabError(f"two streams need two makers by the names of their branches, main=... and aux=...; got "
                        f"{words(streams) if streams else 'none'}")  # fmt: skip
     made = [_stream(branch, maker) for branch, maker in streams.items()]
     if all(stream.maker is None for stream in made):
         raise LabError("both streams attack the images of the other; say of=standard in one of them")
+    said = [f"{branch}={maker}" for branch, maker in streams.items()]
+    said += ["forward=one"] * (forward == "one") + ["separated=false"] * (not separated)
+    text = text or f"streams({', '.join(said)})"
     return TwoStreams(made, one_forward=forward == "one", separated=separated, text=text)
 
 

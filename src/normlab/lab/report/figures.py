@@ -201,6 +201,8 @@ def lines(
     axes.locator_params(axis="x", nbins=6)
     if limits:
         axes.set_ylim(*limits)
+    else:
+        axes.ticklabel_format(axis="y", useOffset=False)
     if log:
         axes.set_xscale("log", base=2)
     if ticks:
@@ -253,8 +255,10 @@ def percent_limits(y_label: str) -> tuple[float, float] | None:
 
 def curve(found: Curve, configs: Mapping[str, Config]) -> str:
     series = [Line(k, configs[k].look, s.x, s.cells) for k, s in found.series.items()]
+    # Between branches a point is much: on the scale from 0 to 100 every curve would be flat.
+    limits = None if found.kind == "between" else percent_limits(found.y_label)
     return lines(series, found.x_label, found.y_label, f"{found.y_label} against {found.x_label}: {found.title}",
-                 limits=percent_limits(found.y_label))  # fmt: skip
+                 limits=limits)  # fmt: skip
 
 
 def grid_line(found: GridLine) -> str:
@@ -284,29 +288,35 @@ def mean_line(seeds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple
 
 
 def draw_seeds(
-    axes: Axes, seeds: Sequence[tuple[list[float], list[float]]], look: Look, ls: Any, *, faint: bool
-) -> list[float]:
+    axes: Axes, seeds: Sequence[tuple[list[float], list[float]]], look: Look, ls: Any, *, faint: bool,
+    lw: float | None = None,
+) -> list[float]:  # fmt: skip
     """Each seed faint, their mean strong; returns the mean's values."""
     if faint and len(seeds) > 1:
         for x, y in seeds:
             axes.plot(*thin(x, y), color=colour(look), ls=ls, lw=0.8, alpha=0.35)
     x, y = mean_line(seeds)
-    axes.plot(*thin(x, y), color=colour(look), ls=ls, marker=marker(look) if len(x) == 1 else "")
+    axes.plot(*thin(x, y), color=colour(look), ls=ls, lw=lw, marker=marker(look) if len(x) == 1 else "")
     return y
 
 
 @wrapped
 def course(found: Course, look: Look, quantity: str, limits: tuple[float, float]) -> str:
-    """Train (dashed) and test (solid) of one configuration."""
+    """Train (dashed) and test (solid) of one configuration; of a second stream, thin."""
     from matplotlib.ticker import MaxNLocator
 
     figure = new(200)
-    axes = place(figure, 38, 40, 42, 24)
+    axes = place(figure, 38, 40, 42 + 6.5 * max((len(s) + 1 for s in found.streams), default=0), 24)
     ends = []
-    for side, ls in (("train", (0, (3, 1.5))), ("test", "-")):
-        seeds = found.lines.get(f"{side} {quantity}")
-        if seeds:
-            ends.append((side, look, [], draw_seeds(axes, seeds, look, ls, faint=True)))
+    for stream in found.streams or ("",):
+        for side, ls in (("train", (0, (3, 1.5))), ("test", "-")):
+            plain, own = f"{side} {quantity}", f"{side} {quantity} of {stream}"
+            first = not stream or stream == found.streams[0]
+            # Without a branch in its name the train loss is the mean of both streams, everything else the first's.
+            seeds = found.lines.get(own) or (found.lines.get(plain) if first else None)
+            if seeds:
+                values = draw_seeds(axes, seeds, look, ls, faint=True, lw=None if first else 0.9)
+                ends.append((f"{side} {stream}".strip(), look, [], values))
     axes.set_ylim(*limits)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -344,7 +354,7 @@ def course_limits(found: Sequence[Course], quantity: str) -> tuple[float, float]
         v
         for c in found
         for k, seeds in c.lines.items()
-        if k.endswith(quantity)
+        if quantity in k
         for _, y in seeds
         for v in y
         if math.isfinite(v)
@@ -532,6 +542,8 @@ def short(name: str, most: int = 16) -> str:
 @wrapped
 def importance_course(found: Importance) -> str:
     """Mean over layers by epoch: means solid, variances dashed."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = new(235)
     axes = place(figure, 38, 40, 60, 24)
     ends = []
@@ -542,6 +554,7 @@ def importance_course(found: Importance) -> str:
             ends.append((f"{pool} {name}", Look(index, 0), [], ys))
     axes.set_ylim(0, 1)
     axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_title("weight, mean over layers", loc="left", fontsize=10, color=MUTED, pad=8)
     label_ends(axes, ends)
     return svg(figure, f"Importance weights of {found.label} over training, mean over layers")
@@ -575,7 +588,7 @@ def comparison(found: Comparison) -> str:
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("accuracy (%)" if found.unit == "%" else found.unit)
+    axes.set_xlabel(found.unit)  # accuracies, errors and differences may stand in one table
     for x, name, index in ((0.0, "\N{WHITE DIAMOND} paper", 1), (0.24, "\N{BLACK CIRCLE} ours", 2)):
         axes.text(x, 1.02, name, transform=axes.transAxes, color=COLOURS[index].light, va="bottom")
     return svg(figure, f"{found.title}: the paper's figures and ours")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ..measurements import mean_of
 from .palette import look_of_norms
 from .view import (
     Cell,
@@ -37,14 +38,13 @@ FIRST = ("norm", "model", "data")  # settings that name a configuration before a
 LOWER_IS_BETTER = ("uce", "mce", "ce", "error", "loss", "capv")
 # Measurements that differ in one of these numbers only are points of one curve.
 SIZES = {"eps": ("epsilon", "epsilon"), "std": ("standard deviation of the noise", "noise")}
-KINDS = (("eps", "epsilon"), ("noise", "noise"), ("std", "noise"), ("sigma", "noise"), ("severity", "severity"),
+KINDS = (("weight of ", "between"),
+         ("eps", "epsilon"), ("noise", "noise"), ("std", "noise"), ("sigma", "noise"), ("severity", "severity"),
          ("band", "bandwidth"), ("frequen", "bandwidth"))  # fmt: skip
 QUANTITIES = (("train loss", ("train_loss", "loss")), ("test loss", ("test_loss",)),
-              ("train accuracy", ("train_accuracy",)), ("test accuracy", ("test_accuracy", "accuracy")),
-              # Of a second branch, and of images attacked as in training.
-              ("train loss of aux", ("aux_loss",)), ("test loss of aux", ("aux_test_loss",)),
-              ("test accuracy of aux", ("aux_accuracy",)), ("test loss under attack", ("attacked_test_loss",)),
-              ("test accuracy under attack", ("attacked_accuracy",)))  # fmt: skip
+              ("train accuracy", ("train_accuracy",)), ("test accuracy", ("test_accuracy", "accuracy")))  # fmt: skip
+ATTACKED = (("test loss under attack", ("attacked_test_loss",)),
+            ("test accuracy under attack", ("attacked_accuracy",)))  # as in training  # fmt: skip
 
 
 def gather(results: Results | None) -> View:
@@ -169,7 +169,7 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
     columns = []
     for name, by in collect(configs, "accuracy").items():
         first = next(iter(by.values()))[0]
-        what = ", mean of the curve" if "curve" in first else ", mean of the map" if "grid" in first else ""
+        what = mean_of(first)
         cells = {label: cell([float(r["accuracy"]) for r in found]) for label, found in by.items()}
         kind, arguments = str(first.get("kind", "")), dict(first.get("arguments") or {})
         columns.append(Column(title_of(name, by) + what, "%", True, cells, name, kind, arguments, bool(what)))
@@ -291,12 +291,35 @@ def severity_curves(configs: Sequence[Config]) -> list[Curve]:
 
 
 def heat_maps(configs: Sequence[Config]) -> list[HeatMap]:
-    maps = []
+    """One for each measurement; those of several branches stand side by side, on one scale."""
+    groups: dict[str, dict[str, dict[str, list[Mapping[str, Any]]]]] = {}
     for name, by in collect(configs, "grid").items():
-        first = next(iter(by.values()))[0]["grid"]
-        grids = {label: mean_grid([r["grid"]["values"] for r in found]) for label, found in by.items()}
-        maps.append(HeatMap(title_of(name, by), first.get("x_label", ""), first.get("y_label", ""), grids))
+        first = next(iter(by.values()))[0]
+        rest = {k: v for k, v in (first.get("arguments") or {}).items() if k not in ("branch", "mix", "of")}
+        groups.setdefault(repr((first.get("kind", name), first.get("n"), rest)), {})[name] = by
+    maps = []
+    for group in groups.values():
+        several = len(group) > 1
+        title = min((title_of(name, by) for name, by in group.items()), key=len)
+        grids = {
+            f"{label}, {branch_of(found[0])}" if several else label: mean_grid([r["grid"]["values"] for r in found])
+            for label in dict.fromkeys(label for by in group.values() for label in by)
+            for found in (by[label] for by in group.values() if label in by)
+        }  # fmt: skip
+        first = next(iter(next(iter(group.values())).values()))[0]
+        if several:
+            title = re.sub(r" branch \w+", "", title)
+        x_label, y_label = (first["grid"].get(k, "") for k in ("x_label", "y_label"))
+        maps.append(HeatMap(title, x_label, y_label, grids))
     return maps
+
+
+def branch_of(record: Mapping[str, Any]) -> str:
+    """Which branch was measured, or what of both."""
+    given = record.get("arguments") or {}
+    if "mix" in given:
+        return f"{given.get('of', 'probabilities')} mixed by {number(given['mix'])}"
+    return f"branch {record['branch']}" if "branch" in record else "one branch"
 
 
 def mean_grid(grids: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
@@ -338,11 +361,35 @@ def png(encoded: str, shape: Sequence[int]) -> list[bytes]:
 # ------------------------------------------------------------------------------------------------------ training
 
 
+def streams_of(config: Config) -> tuple[str, ...]:
+    """The two streams of images that the runs were trained on, the tested one first; empty where there is one."""
+    lines = [line for run in config.runs for line in run.history[:1]]
+    for line in lines:
+        second = next((k.removesuffix("_train_accuracy") for k in line if k.endswith("_train_accuracy")), "")
+        others = [k.removesuffix("_loss") for k in line if k.endswith("_loss")]
+        if f"{second}_loss" in line:
+            return next(k for k in others if k not in ("train", "test", second)), second
+    return ()
+
+
+def quantities(streams: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """What may be drawn of a training, in words, and the keys of the log that have it."""
+    found = list(QUANTITIES)
+    if streams:
+        second = streams[1]
+        found += [(f"train loss of {name}", (f"{name}_loss",)) for name in streams]
+        found.append((f"train accuracy of {second}", (f"{second}_train_accuracy",)))
+        found += [(f"test {what} of {second}", (f"{second}_{key}",)) for what, key in
+                  (("accuracy", "accuracy"), ("loss", "test_loss"))]  # fmt: skip
+    return [*found, *ATTACKED]
+
+
 def courses(configs: Sequence[Config]) -> list[Course]:
     found = []
     for config in configs:
         lines = {}
-        for words, keys in QUANTITIES:
+        streams = streams_of(config)
+        for words, keys in quantities(streams):
             seeds = []
             for run in config.runs:
                 logged = [(h["epoch"], h[k]) for h in run.history for k in keys if is_number(h.get(k))]
@@ -351,7 +398,7 @@ def courses(configs: Sequence[Config]) -> list[Course]:
             if seeds:
                 lines[words] = seeds
         if lines:
-            found.append(Course(config.label, lines))
+            found.append(Course(config.label, lines, streams))
     return found
 
 

@@ -31,6 +31,7 @@ LIMIT = 24  # configurations whose own curves and samples are shown; a grid of h
 SECTIONS = (
     ("robustness", ("epsilon", "noise", "severity")),
     ("frequency", ("bandwidth",)),
+    ("between", ("between",)),
     ("other", ("other",)),
 )
 NAMES = {
@@ -38,6 +39,7 @@ NAMES = {
     "noise": "noise",
     "severity": "corruptions",
     "bandwidth": "frequencies",
+    "between": "between the branches",
     "other": "other curves",
 }
 
@@ -93,6 +95,7 @@ def render(
         "single_maps": len(view.grid_maps) == len({g.title for g in view.grid_maps}),
         "overviews": overviews(view, configs, safe),
         "courses": course_blocks(view, configs, safe),
+        "streams_note": streams_note(view),
         "importance": importance_block(view, safe),
         "command": command or command_of(results),
         "toml": toml_of(results),
@@ -198,6 +201,17 @@ def error_note(view: View) -> str:
     return f"{images}." if images else ""
 
 
+def streams_note(view: View) -> str:
+    """What the learning curves without a branch in their name are of, where runs have two."""
+    pairs = dict.fromkeys(c.streams for c in view.courses if c.streams)
+    if not pairs:
+        return ""
+    who = words([f"{a} and {b}" for a, b in pairs])
+    first = words(dict.fromkeys(a for a, _ in pairs))
+    return (f"Of runs with the two streams {who}, train loss is the mean of both; train accuracy, test loss and test "
+            f"accuracy are of {first}.")  # fmt: skip
+
+
 def places(row: ComparisonRow) -> int:
     return 2 if abs(row.mean) < 10 or (row.error is not None and row.error < 0.1) else 1
 
@@ -234,9 +248,15 @@ def toml_of(results: Results | None) -> str:
 
 def command_of(results: Results | None) -> str:
     folder = folder_of(results)
-    if not folder or not (folder / "study.toml").is_file():
-        return ""
-    return f"normlab compare --config {shlex.quote(str(folder / 'study.toml'))} --out NEW-FOLDER"
+    if folder and (folder / "study.toml").is_file():
+        return f"normlab compare --config {shlex.quote(str(folder / 'study.toml'))} --out NEW-FOLDER"
+    if results and folder and (folder / "settings.toml").is_file():  # of `normlab train`
+        names = ",".join(dict.fromkeys(r["measurement"] for run in results.runs for r in run.records))
+        measure = f" --measure {shlex.quote(names)}" if names else ""
+        return (
+            f"normlab train --config {shlex.quote(str(folder / 'settings.toml'))}{measure} --out NEW-FOLDER"
+        )
+    return ""
 
 
 def facts(view: View, results: Results | None) -> list[tuple[str, str]]:

@@ -147,7 +147,7 @@ class Curve:
     """Accuracy against something, one series a configuration."""
 
     title: str
-    kind: str  # "epsilon", "noise", "severity", "bandwidth", "other": the section it stands in
+    kind: str  # "epsilon", "noise", "severity", "bandwidth", "between", "other": the section it stands in
     x_label: str
     y_label: str
     series: Mapping[str, Series]
@@ -177,6 +177,7 @@ class Course:
 
     label: str
     lines: Mapping[str, list[tuple[list[float], list[float]]]]  # "train loss" -> seeds -> (epochs, values)
+    streams: tuple[str, ...] = ()  # of images, by their branches, where there are two; the tested one first
 
 
 @dataclass(frozen=True)

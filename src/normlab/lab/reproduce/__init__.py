@@ -20,6 +20,7 @@ from ..errors import LabError
 from ..store import finite, write_atomic
 from ..study import versions
 from .base import Context, Entry, Outcome, Scale, as_text
+from .grid import check_only
 
 if TYPE_CHECKING:
     from ..loop import Watcher
@@ -99,26 +100,28 @@ def run(
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
     outcome = known[name].run(ctx)
+    if only:
+        check_only(ctx, name)
     if epochs is not None:
-        said = f" Trained for {epochs} epochs, as asked, and not for those of the scale."
+        said = f" Trained for {epochs} epoch{'s' * (epochs != 1)}, as asked, and not for those of the scale."
         outcome = replace(outcome, comparisons=[replace(c, note=c.note + said) for c in outcome.comparisons])
     return _written(known[name], ctx, outcome)
 
 
 def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
-    """The comparison as JSON, and the page."""
+    """The comparison as JSON, and the page; in a folder of another entry, under names of their own."""
     from ..report import write_report
 
+    folder, suffix = ctx.folder, "" if _named(ctx.folder) in (None, entry.name) else f"-{entry.name}"
     about = {
         "name": entry.name, "source": entry.source, "scale": ctx.scale, "versions": versions(),
         "comparisons": [asdict(c) for c in outcome.comparisons], "figures": [f.name for f in outcome.figures],
     }  # fmt: skip
-    write_atomic(
-        ctx.folder / "comparison.json", json.dumps(finite(about), indent=1, ensure_ascii=False) + "\n"
-    )
+    text = json.dumps(finite(about), indent=1, ensure_ascii=False) + "\n"
+    write_atomic(folder / f"comparison{suffix}.json", text)
     page = write_report(
         outcome.results if outcome.results and outcome.results.runs else None,
-        ctx.folder / "report.html",
+        folder / f"report{suffix}.html",
         comparisons=outcome.comparisons,
         figures=[f.with_suffix(".svg") for f in outcome.figures],
         title=entry.source,
@@ -127,6 +130,14 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
         + (f" --epochs {ctx.epochs}" if ctx.epochs else ""),
     )
     return replace(outcome, report=page)
+
+
+def _named(folder: Path) -> str | None:
+    """The entry whose comparison the folder holds."""
+    try:
+        return json.loads((folder / "comparison.json").read_text())["name"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def parse_only(text: str) -> dict[str, str]:

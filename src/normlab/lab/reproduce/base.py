@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..loop import Watcher
+    from ..settings import Settings
     from ..study import Results
 
 __all__ = ["Context", "Entry", "Outcome", "Scale", "as_text", "compared", "remember", "save_figure"]
@@ -44,6 +45,7 @@ class Context:
     images: Path | None = None  # of ImageNet's validation set
     capture: bool | None = None  # CUDA graphs; None: on CUDA
     epochs: int | None = None  # in place of those of the scale
+    asked: list[Settings] = field(default_factory=list)  # every cell that ``only`` was asked about
 
     @property
     def place(self) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import LabError
 from ..report.view import Comparison, ComparisonRow
+from ..results import plain
 from ..settings import NAMES, Settings, parse
 from ..store import Busy, locked, read_lines
 from .base import Context, compared, remember
@@ -24,7 +25,17 @@ if TYPE_CHECKING:
     from ..data import Data
     from ..study import Results, Run
 
-__all__ = ["Case", "Cells", "Column", "Grid", "by_seed", "draw_rows", "run_grid", "settings_for"]
+__all__ = [
+    "Case",
+    "Cells",
+    "Column",
+    "Grid",
+    "by_seed",
+    "check_only",
+    "draw_rows",
+    "run_grid",
+    "settings_for",
+]
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,7 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
     cells, data = Cells(grid, {}, {}, []), _Kept(ctx)
     # Seeds outermost: every case has its first result before any has its second.
     asked = [(case, grid.settings(case, seed)) for seed in seeds for case in grid.cases]
+    ctx.asked.extend(s for _, s in asked)
     chosen = [s for _, s in asked if all(getattr(s, name) == value for name, value in wanted.items())]
     todo = {s for s in chosen if not _finished(ctx.folder / "runs" / s.name, s, names)}
     if ctx.place.startswith("cuda") and led().world == 1:  # under torchrun all processes share a cell
@@ -221,6 +233,17 @@ def _train_groups(ctx: Context, cells: Sequence[Settings], data: _Kept) -> None:
 
 def settings_words(settings: Settings) -> str:
     return f"{settings.model}, {settings.norm}, {settings.data} at {settings.size or 'its own size'}"
+
+
+def check_only(ctx: Context, entry: str) -> None:
+    """Say so where no cell of the entry has what ``only`` asks for."""
+    wanted = {name: parse(name, text) for name, text in ctx.only.items()}
+    if not ctx.asked or any(all(getattr(s, n) == v for n, v in wanted.items()) for s in ctx.asked):
+        return
+    there = {n: dict.fromkeys(plain(getattr(s, n)) for s in ctx.asked) for n in wanted}
+    values = "; ".join(f"{n} is {', '.join(found)}" for n, found in there.items())
+    said = ",".join(f"{n}={text}" for n, text in ctx.only.items())
+    raise LabError(f"--only {said} chooses none of the {len(ctx.asked)} cells of {entry}, where {values}")
 
 
 def _checked(only: Mapping[str, str]) -> Mapping[str, str]:

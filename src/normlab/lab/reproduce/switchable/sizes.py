@@ -97,15 +97,15 @@ def _variants(cells: Cells, size: Workers) -> Comparison:
 
     cases = {c.label: c for c in cells.grid.cases}
     rows = [
-        compared(label, _name(size), Value(printed), list(values.values()))
+        compared(label, "clean", Value(printed), list(values.values()))
         for label, (_, printed) in VARIANTS.items()
         if (values := cells.values(cases[f"{label} {size}"], CLEAN))
     ]
     return Comparison(
         "Variants of switchable norm",
         rows,
-        "The paper's figures are ImageNet's at (8, 32). Its sparse SN is hardened and fine-tuned; ours is trained by "
-        "SparsestMax, which becomes one-hot on the way.",
+        f"Ours are at {_name(size)}, the paper's figures ImageNet's at (8, 32). Its sparse SN is hardened and "
+        "fine-tuned; ours is trained by SparsestMax, which becomes one-hot on the way.",
     )
 
 

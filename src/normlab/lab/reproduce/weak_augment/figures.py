@@ -65,7 +65,7 @@ def _figure_3(ctx: Context) -> Outcome:
                 kept.append(compared(words, f"{what}: gain over main", None, gains[of, what]))
     for what in ("clean", "uCE"):
         mean = {of: sum(g) / len(g) for of in KINDS if (g := gains.get((of, what)))}
-        if len(mean) == 2 and abs(mean["probabilities"]) > 1e-9:
+        if len(mean) == 2 and mean["probabilities"] > 1e-9:  # of a loss there is nothing to keep
             share = 100 * mean["coefficients"] / mean["probabilities"]
             kept.append(
                 compared(
