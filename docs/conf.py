@@ -70,7 +70,9 @@ def write_lab(app: Any) -> None:
     with open(here / "generated" / "lab.csv", "w", newline="") as f:
         table = csv.writer(f)
         table.writerow(columns)
-        table.writerows([r[c] for c in columns] for r in sorted(rows, key=lambda r: r["device"], reverse=True))
+        table.writerows(
+            [r[c] for c in columns] for r in sorted(rows, key=lambda r: r["device"], reverse=True)
+        )
 
 
 def write_reproductions(app: Any) -> None:

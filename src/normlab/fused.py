@@ -61,7 +61,9 @@ _FORWARD = ((*range(9), *range(13, 17)), (0, 1, 7))
 _BACKWARD = ((*range(12), *range(16, 20), 22), (0, 1))
 
 _CHANNELS = 8  # a program of batch norm's coefficients
-_COLUMNS = 16  # channels, or statistics of the batch, a program; with more, registers leave room for few programs
+_COLUMNS = (
+    16  # channels, or statistics of the batch, a program; with more, registers leave room for few programs
+)
 _SAMPLES = 32  # samples a program looks at together
 # Elements of x up to which one launch does everything. The time of larger inputs is the device's, and as many programs
 # as each pass likes serve it better.
