@@ -323,6 +323,20 @@ def test_a_branch_whose_statistics_stay_as_they_are(make: Any, host: str):
     assert layer.num_batches_tracked.tolist() == [0, 0]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_half_precision(dtype: torch.dtype):
+    layer = normlab.SwitchNorm2d(6).to(DEVICE, dtype)
+    x, found = torch.randn(4, 6, 2, 3, device=DEVICE), []
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p))
+    for name in ("torch", "triton"):
+        with normlab.backend(name), normlab.no_update(layer):
+            y = layer(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
+    assert_close(found[1], found[0], rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
 SEPARATED: dict[str, dict[str, Any]] = {
     "auxiliary": {"affine": "branch"},
     "sandwich": {"affine": "sandwich"},
