@@ -337,6 +337,17 @@ def test_logits_of_half_precision(dtype: torch.dtype):
     assert_close(found[1], found[0], rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
+def test_one_branch_as_an_index_for_all_samples():
+    """An index without dimensions is expanded, and the kernels read one a sample, from an address on."""
+    layer = normlab.AuxiliaryBatchNorm2d(6, momentum=None).to(DEVICE)
+    x = torch.randn(4, 6, 2, 3, device=DEVICE)
+    with normlab.backend("torch"):
+        want = layer(x, "aux")
+    with normlab.backend("triton"):
+        assert_close(layer(x, torch.tensor(1)), want, **SAME)
+    assert layer.num_batches_tracked.tolist() == [0, 2]  # type: ignore[operator]
+
+
 SEPARATED: dict[str, dict[str, Any]] = {
     "auxiliary": {"affine": "branch"},
     "sandwich": {"affine": "sandwich"},
