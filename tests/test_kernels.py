@@ -323,6 +323,18 @@ def test_a_branch_whose_statistics_stay_as_they_are(make: Any, host: str):
     assert layer.num_batches_tracked.tolist() == [0, 0]  # type: ignore[operator]
 
 
+def test_a_residual_of_a_wider_type_is_added_as_written_out():
+    layer = normlab.BatchNorm2d(6, act="relu").to(DEVICE).eval()
+    x, residual = torch.randn(2, 4, 6, 2, 3, device=DEVICE)
+    for wide, narrow in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        with normlab.backend("torch"):
+            want = layer(x.to(narrow), residual=residual.to(wide))
+        with normlab.backend("triton"):
+            y = layer(x.to(narrow), residual=residual.to(wide))
+        assert y.dtype == torch.float32
+        assert_close(y, want, rtol=0, atol=0.02)  # of bfloat16
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_logits_of_half_precision(dtype: torch.dtype):
     layer = normlab.SwitchNorm2d(6).to(DEVICE, dtype)

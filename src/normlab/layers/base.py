@@ -348,7 +348,9 @@ class Norm(nn.Module):
         residual: Tensor | None = None,
         extra: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        if kernels_serve(x) and not extra and not must_trace(x):
+        # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
+        alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
+        if kernels_serve(x) and alike and not extra and not must_trace(x):
             done = self._at_once(x, label, branch, style, residual)
             if done is not None:
                 return done
