@@ -360,6 +360,16 @@ def test_one_branch_as_an_index_for_all_samples():
     assert layer.num_batches_tracked.tolist() == [0, 2]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("host", ["python", "compiled"])
+def test_tracking_ends_when_it_is_switched_off(host: str):
+    layer, x = normlab.BatchNorm2d(6).to(DEVICE), torch.randn(4, 6, 2, 3, device=DEVICE)
+    with normlab.backend("triton", host=host):
+        layer(x), layer(x)
+        layer.track_running_stats = False
+        layer(x)
+    assert int(layer.num_batches_tracked) == 2  # type: ignore[arg-type]
+
+
 SEPARATED: dict[str, dict[str, Any]] = {
     "auxiliary": {"affine": "branch"},
     "sandwich": {"affine": "sandwich"},

@@ -369,7 +369,7 @@ class Norm(nn.Module):
         place = -1 if isinstance(branch, Tensor) else branch
         key = (
             x.shape, x.dtype, x.device, _layout(x), self._uses_batch(), place, policy.update, policy.guard,
-            self.momentum is None, chosen(),
+            self.momentum is None, self.track_running_stats, chosen(),
         )  # fmt: skip
         try:
             ready: Any = self._ready[key]
