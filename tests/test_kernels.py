@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import normlab
 from cases import CASES, Case, leaves
@@ -321,6 +322,48 @@ def test_a_branch_whose_statistics_stay_as_they_are(make: Any, host: str):
     for kernels in found[1:]:
         assert_close(kernels, found[0], rtol=1e-4, atol=1e-4)
     assert layer.num_batches_tracked.tolist() == [0, 0]  # type: ignore[operator]
+
+
+CHECKPOINTED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "torch's operator": (lambda: normlab.BatchNorm2d(6), ()),
+    "activation": (lambda: normlab.BatchNorm2d(6, act="silu"), ()),
+    "classes": (lambda: normlab.SandwichBatchNorm2d(6, 3), (torch.tensor([0, 2, 2, 1], device=DEVICE),)),
+    "branches": (lambda: normlab.SandwichAuxiliaryBatchNorm2d(6), (["aux", "main", "main", "aux"],)),
+    "renorm": (lambda: normlab.BatchRenorm2d(6, act="relu", warmup=0, r_steps=2, d_steps=2), ()),
+    "renorm of a branch": (lambda: normlab.Norm2d(6, "renorm", "sandwich", branches=("a", "b")), ("b",)),
+    "modes": (lambda: normlab.ModeNorm2d(6, act="relu"), ()),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpointing_saves_the_same_again(name: str, monkeypatch: pytest.MonkeyPatch):
+    """What runs again in backward takes the way that it took before, and nothing moves twice."""
+    from normlab.layers import ready
+
+    native = name == "torch's operator"
+    if native:
+        monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: kind.batch_groups == kind.shape.c)
+    make, arguments = CHECKPOINTED[name]
+    layer = make().to(DEVICE)
+    twin = deepcopy(layer)
+    with normlab.backend("triton", host="python" if native else "compiled"):
+        for step in range(3):
+            x = torch.randn(4, 6, 2, 3, device=DEVICE) + step
+            dy, found = torch.randn_like(x), []
+            for made in (layer, twin):
+                given = x.clone().requires_grad_()
+                again = made is twin
+                y = (
+                    checkpoint(made, given, *arguments, use_reentrant=False)
+                    if again
+                    else made(given, *arguments)
+                )
+                assert isinstance(y, Tensor)
+                y.backward(dy)
+                found.append(
+                    (y.detach(), given.grad, [p.grad for p in made.parameters()], list(made.buffers()))
+                )
+            assert_close(found[1], found[0])
 
 
 def test_a_residual_of_a_wider_type_is_added_as_written_out():

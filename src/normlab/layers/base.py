@@ -361,15 +361,16 @@ class Norm(nn.Module):
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None
     ) -> Tensor | None:
         """By the kernels for whole normalizers, where they have all that this call asks for."""
-        if self.observer is not None or self.process_group is not None or running.in_backward():
+        if self.observer is not None or self.process_group is not None:
             return None
-        policy, each = self.policy, None
+        # Checkpointing runs a call again as it ran before, for it pairs what both saved, but nothing moves.
+        policy, each, again = self.policy, None, running.in_backward()
         if isinstance(branch, Tensor):
             branch = each = branch.contiguous()
         place = -1 if isinstance(branch, Tensor) else branch
         key = (
             x.shape, x.dtype, x.device, _layout(x), self._uses_batch(), place, policy.update, policy.guard,
-            self.momentum is None, self.track_running_stats, chosen(),
+            self.momentum is None, self.track_running_stats, again, chosen(),
         )  # fmt: skip
         try:
             ready: Any = self._ready[key]
@@ -388,6 +389,8 @@ class Norm(nn.Module):
             check_counts(self, x, spatial, self._plans(x, spatial, each, True)[1])
         affine = self._two_affines(label, branch, style, x)
         y = ready(self, x, affine, residual, each)
+        if again:
+            return y
         if ready.update and ready.cut:
             self._set_run_shape(tuple(x.shape[2:]))
         if each is None and (quick := ready.quick(self, x, affine, residual)) is not None:
@@ -417,7 +420,8 @@ class Norm(nn.Module):
             zeros = x.new_zeros(1, 1) if bias is None else bias
             tensors = (*tensors, ones, zeros, *(getattr(self, n) for n in self._predictor))
             weight = bias = None
-        update = self._update_in_kernel(segments) if live_batch and kernels_serve(x, rows) else None
+        moves = live_batch and kernels_serve(x, rows) and not running.in_backward()
+        update = self._update_in_kernel(segments) if moves else None
         y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
         if seen is MOVED:
             self._set_run_shape(tuple(x.shape[2:]))
@@ -581,7 +585,7 @@ class Norm(nn.Module):
         each = isinstance(segments[k].branch, Tensor)
         whole = segments[k].number == (1 if self.branches is None or not each else len(self.branches))
         simple = whole and self.process_group is None
-        if momentum is None or track.how != how or not simple or running.in_backward():
+        if momentum is None or track.how != how or not simple:
             return None
         mean, var = (getattr(self, n) for n in names)
         batches = self.num_batches_tracked
