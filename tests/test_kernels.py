@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -407,10 +408,34 @@ def test_one_branch_as_an_index_for_all_samples():
 def test_tracking_ends_when_it_is_switched_off(host: str):
     layer, x = normlab.BatchNorm2d(6).to(DEVICE), torch.randn(4, 6, 2, 3, device=DEVICE)
     with normlab.backend("triton", host=host):
-        layer(x), layer(x)
+        for _ in range(2):
+            layer(x)
         layer.track_running_stats = False
         layer(x)
     assert int(layer.num_batches_tracked) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["SwitchNorm2d", "ModeNorm2d"])
+def test_parameters_that_are_computed(name: str):
+    """Pruning and parametrizations leave an attribute where there was a parameter, also after calls with it."""
+    layer = getattr(normlab, name)(6).to(DEVICE)
+    x = torch.randn(4, 6, 2, 3, device=DEVICE)
+    with normlab.backend("triton", host="compiled"), normlab.no_update(layer):
+        for parameter in (None, None, *dict(layer.named_parameters())):
+            if parameter is not None:
+                prune.random_unstructured(layer, parameter, 0.5)
+            layer(x)
+        y = layer(x)
+        with normlab.backend("torch"):
+            assert_close(y, layer(x), **SAME)
+
+
+def test_a_parametrized_layer_is_copied_without_its_kernels():
+    layer, x = normlab.BatchNorm2d(6).to(DEVICE), torch.randn(4, 6, 2, 3, device=DEVICE)
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    with normlab.backend("triton", host="compiled"):
+        y = layer(x)
+        assert_close(deepcopy(layer)(x), y)
 
 
 SEPARATED: dict[str, dict[str, Any]] = {

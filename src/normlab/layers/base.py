@@ -155,7 +155,7 @@ class Norm(nn.Module):
         self.act = check_activation(act)
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
-        self._ready: dict[Any, Ready | ReadyModes | Quick | None] = {}
+        self._ready: dict[Any, Ready | ReadyModes | Quick | None] = _Known()
         self.process_group: ProcessGroup | None = None
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
@@ -327,8 +327,15 @@ class Norm(nn.Module):
                 return None
         elif condition is not None:
             return None
-        quick = self._ready.get(self._quick_key(x, branch, residual))
-        return None if quick is None else quick(self, x, label, residual)  # type: ignore[operator]
+        quick: Any = self._ready.get(self._quick_key(x, branch, residual))
+        if quick is None:
+            return None
+        try:
+            return quick(self, x, label, residual)
+        except (
+            KeyError
+        ):  # pruned, parametrized or replicated since: no parameter any more, but an attribute still
+            return None
 
     def _quick_key(self, x: Tensor, branch: int, residual: Tensor | None) -> tuple[Any, ...]:
         """All that decides how the layer treats ``x``, but for values that are read at each call."""
@@ -396,9 +403,6 @@ class Norm(nn.Module):
         if each is None and (quick := ready.quick(self, x, affine, residual)) is not None:
             self._ready[self._quick_key(x, place, residual)] = quick
         return y
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}}  # compiled kernels stay here
 
     def _in_steps(
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...]
@@ -486,15 +490,15 @@ class Norm(nn.Module):
         """The affine maps as the kernels take them: a shared one, then one of the batch, of labels or of samples."""
         from ..fused import Affine
 
-        terms, own = self.affine_terms, self._parameters
+        terms = self.affine_terms
         if terms == ("shared",):
-            return Affine(own["weight"], own["bias"])
+            return Affine(self.weight, self.bias)
         if len(terms) > 2 or (len(terms) == 2 and terms[0] != "shared"):
             return Affine(None, None, *self._affine(label, branch, style, x))
-        shared = (own["weight"], own["bias"]) if terms[:1] == ("shared",) else (None, None)
+        shared = (self.weight, self.bias) if terms[:1] == ("shared",) else (None, None)
         last = terms[-1] if terms else None
         if last == "class":
-            tables = own["class_weight"], own["class_bias"]
+            tables = self.class_weight, self.class_bias
             if isinstance(label, Tensor):
                 return Affine(*shared, *tables, label.contiguous())
             return Affine(*shared, *(select(t, label) for t in tables))  # type: ignore[arg-type]
@@ -665,6 +669,16 @@ class Norm(nn.Module):
         if self.policy != Policy():
             parts.append(f"policy={self.policy}")
         return ", ".join(parts)
+
+
+class _Known(dict[Any, Any]):
+    """What a layer knows of earlier calls. A copy of the layer begins without: compiled kernels stay here.
+
+    Not by the layer's ``__getstate__``, which parametrized modules have one of their own for.
+    """
+
+    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
+        return _Known, ()
 
 
 def _layout(x: Tensor) -> bool | tuple[int, ...]:

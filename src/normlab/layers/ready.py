@@ -114,7 +114,7 @@ class Ready:
         share, eps = 0.0 if share is None else float(share), float(layer.eps)
         logits: tuple[Any, ...] = ()
         if self.kind.logits > 1:
-            logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
+            logits = (layer.mean_weight, layer.var_weight)
         x = dense(x)[0]
         if entry is not None:
             weight, bias, weight2, bias2, label, _ = affine
@@ -333,7 +333,7 @@ class ReadyModes:
         mean, var, batches = self.stored(layer)
         share = layer.momentum if self.update else None
         share, eps = 0.0 if share is None else float(share), float(layer.eps)
-        gate: Any = layer._parameters["gate_weight"], layer._parameters["gate_bias"]
+        gate: Any = layer.gate_weight, layer.gate_bias
         x = dense(x)[0]
         if entry is not None:
             y = entry(x, residual, *affine[:4], *gate, None, None, mean, var, batches, share, eps)
