@@ -405,8 +405,9 @@ def test_one_branch_as_an_index_for_all_samples():
 
 
 @pytest.mark.parametrize("host", ["python", "compiled"])
-def test_tracking_ends_when_it_is_switched_off(host: str):
-    layer, x = normlab.BatchNorm2d(6).to(DEVICE), torch.randn(4, 6, 2, 3, device=DEVICE)
+@pytest.mark.parametrize("make", [normlab.BatchNorm2d, normlab.BatchRenorm2d])
+def test_tracking_ends_when_it_is_switched_off(make: Any, host: str):
+    layer, x = make(6).to(DEVICE), torch.randn(4, 6, 2, 3, device=DEVICE)
     with normlab.backend("triton", host=host):
         for _ in range(2):
             layer(x)

@@ -580,7 +580,8 @@ class Norm(nn.Module):
         """
         policy = self.policy
         tracked = [k for k, names in enumerate(self._buffers_of) if names is not None]
-        if len(tracked) != 1 or not policy.update or policy.guard or self.observer is not None:
+        moves = self.track_running_stats and policy.update and not policy.guard and self.observer is None
+        if len(tracked) != 1 or not moves:
             return None
         k = tracked[0]
         names, track, momentum = self._buffers_of[k], self._tracks[k], self._share()
