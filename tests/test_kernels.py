@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import normlab
 from cases import CASES, Case, leaves
@@ -321,6 +323,120 @@ def test_a_branch_whose_statistics_stay_as_they_are(make: Any, host: str):
     for kernels in found[1:]:
         assert_close(kernels, found[0], rtol=1e-4, atol=1e-4)
     assert layer.num_batches_tracked.tolist() == [0, 0]  # type: ignore[operator]
+
+
+CHECKPOINTED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "torch's operator": (lambda: normlab.BatchNorm2d(6), ()),
+    "activation": (lambda: normlab.BatchNorm2d(6, act="silu"), ()),
+    "classes": (lambda: normlab.SandwichBatchNorm2d(6, 3), (torch.tensor([0, 2, 2, 1], device=DEVICE),)),
+    "branches": (lambda: normlab.SandwichAuxiliaryBatchNorm2d(6), (["aux", "main", "main", "aux"],)),
+    "renorm": (lambda: normlab.BatchRenorm2d(6, act="relu", warmup=0, r_steps=2, d_steps=2), ()),
+    "renorm of a branch": (lambda: normlab.Norm2d(6, "renorm", "sandwich", branches=("a", "b")), ("b",)),
+    "modes": (lambda: normlab.ModeNorm2d(6, act="relu"), ()),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpointing_saves_the_same_again(name: str, monkeypatch: pytest.MonkeyPatch):
+    """What runs again in backward takes the way that it took before, and nothing moves twice."""
+    from normlab.layers import ready
+
+    native = name == "torch's operator"
+    if native:
+        monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: kind.batch_groups == kind.shape.c)
+    make, arguments = CHECKPOINTED[name]
+    layer = make().to(DEVICE)
+    twin = deepcopy(layer)
+    with normlab.backend("triton", host="python" if native else "compiled"):
+        for step in range(3):
+            x = torch.randn(4, 6, 2, 3, device=DEVICE) + step
+            dy, found = torch.randn_like(x), []
+            for made in (layer, twin):
+                given = x.clone().requires_grad_()
+                again = made is twin
+                y = (
+                    checkpoint(made, given, *arguments, use_reentrant=False)
+                    if again
+                    else made(given, *arguments)
+                )
+                assert isinstance(y, Tensor)
+                y.backward(dy)
+                found.append(
+                    (y.detach(), given.grad, [p.grad for p in made.parameters()], list(made.buffers()))
+                )
+            assert_close(found[1], found[0])
+
+
+def test_a_residual_of_a_wider_type_is_added_as_written_out():
+    layer = normlab.BatchNorm2d(6, act="relu").to(DEVICE).eval()
+    x, residual = torch.randn(2, 4, 6, 2, 3, device=DEVICE)
+    for wide, narrow in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        with normlab.backend("torch"):
+            want = layer(x.to(narrow), residual=residual.to(wide))
+        with normlab.backend("triton"):
+            y = layer(x.to(narrow), residual=residual.to(wide))
+        assert y.dtype == torch.float32
+        assert_close(y, want, rtol=0, atol=0.02)  # of bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_half_precision(dtype: torch.dtype):
+    layer = normlab.SwitchNorm2d(6).to(DEVICE, dtype)
+    x, found = torch.randn(4, 6, 2, 3, device=DEVICE), []
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p))
+    for name in ("torch", "triton"):
+        with normlab.backend(name), normlab.no_update(layer):
+            y = layer(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
+    assert_close(found[1], found[0], rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+def test_one_branch_as_an_index_for_all_samples():
+    """An index without dimensions is expanded, and the kernels read one a sample, from an address on."""
+    layer = normlab.AuxiliaryBatchNorm2d(6, momentum=None).to(DEVICE)
+    x = torch.randn(4, 6, 2, 3, device=DEVICE)
+    with normlab.backend("torch"):
+        want = layer(x, "aux")
+    with normlab.backend("triton"):
+        assert_close(layer(x, torch.tensor(1)), want, **SAME)
+    assert layer.num_batches_tracked.tolist() == [0, 2]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("host", ["python", "compiled"])
+@pytest.mark.parametrize("make", [normlab.BatchNorm2d, normlab.BatchRenorm2d])
+def test_tracking_ends_when_it_is_switched_off(make: Any, host: str):
+    layer, x = make(6).to(DEVICE), torch.randn(4, 6, 2, 3, device=DEVICE)
+    with normlab.backend("triton", host=host):
+        for _ in range(2):
+            layer(x)
+        layer.track_running_stats = False
+        layer(x)
+    assert int(layer.num_batches_tracked) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["SwitchNorm2d", "ModeNorm2d"])
+def test_parameters_that_are_computed(name: str):
+    """Pruning and parametrizations leave an attribute where there was a parameter, also after calls with it."""
+    layer = getattr(normlab, name)(6).to(DEVICE)
+    x = torch.randn(4, 6, 2, 3, device=DEVICE)
+    with normlab.backend("triton", host="compiled"), normlab.no_update(layer):
+        for parameter in (None, None, *dict(layer.named_parameters())):
+            if parameter is not None:
+                prune.random_unstructured(layer, parameter, 0.5)
+            layer(x)
+        y = layer(x)
+        with normlab.backend("torch"):
+            assert_close(y, layer(x), **SAME)
+
+
+def test_a_parametrized_layer_is_copied_without_its_kernels():
+    layer, x = normlab.BatchNorm2d(6).to(DEVICE), torch.randn(4, 6, 2, 3, device=DEVICE)
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    with normlab.backend("triton", host="compiled"):
+        y = layer(x)
+        assert_close(deepcopy(layer)(x), y)
 
 
 SEPARATED: dict[str, dict[str, Any]] = {

@@ -115,7 +115,7 @@ def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
     layer = copy(traced.get_submodule(name))  # parameters and buffers stay the same objects
     assert isinstance(layer, Norm)
     layer.act = act
-    layer._ready = {}
+    layer._ready = type(layer._ready)()
     traced.add_submodule(name, layer)
     with traced.graph.inserting_before(end):
         new = traced.graph.call_module(name, node.args, {} if residual is None else {"residual": residual})

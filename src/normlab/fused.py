@@ -400,7 +400,7 @@ def normalize(
     shape = shape_of(x, rows, last)
     live = call.batch is not None and call.live
     mean, var, batches = (None, None, call.batches)
-    segment = None if call.batch is None else call.batch.segments.index
+    segment = None if call.batch is None else _for_kernels(call.batch.segments.index, x)
     if update is not None:
         mean, var, batches = update[:3]
     elif call.running is not None:

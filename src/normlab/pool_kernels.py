@@ -173,13 +173,13 @@ def _softmax(logits, K: tl.constexpr, P: tl.constexpr):
     if K == 1:
         w = 1.0
     else:
-        top = tl.load(logits)
+        top = tl.load(logits).to(tl.float32)
         for k in tl.static_range(1, K):
-            top = tl.maximum(top, tl.load(logits + k))
-        total = tl.exp(tl.load(logits) - top)
+            top = tl.maximum(top, tl.load(logits + k).to(tl.float32))
+        total = tl.exp(tl.load(logits).to(tl.float32) - top)
         for k in tl.static_range(1, K):
-            total += tl.exp(tl.load(logits + k) - top)
-        w = tl.exp(tl.load(logits + P) - top) / total
+            total += tl.exp(tl.load(logits + k).to(tl.float32) - top)
+        w = tl.exp(tl.load(logits + P).to(tl.float32) - top) / total
     return w
 
 

@@ -155,7 +155,7 @@ class Norm(nn.Module):
         self.act = check_activation(act)
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
-        self._ready: dict[Any, Ready | ReadyModes | Quick | None] = {}
+        self._ready: dict[Any, Ready | ReadyModes | Quick | None] = _Known()
         self.process_group: ProcessGroup | None = None
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
@@ -327,8 +327,15 @@ class Norm(nn.Module):
                 return None
         elif condition is not None:
             return None
-        quick = self._ready.get(self._quick_key(x, branch, residual))
-        return None if quick is None else quick(self, x, label, residual)  # type: ignore[operator]
+        quick: Any = self._ready.get(self._quick_key(x, branch, residual))
+        if quick is None:
+            return None
+        try:
+            return quick(self, x, label, residual)
+        except (
+            KeyError
+        ):  # pruned, parametrized or replicated since: no parameter any more, but an attribute still
+            return None
 
     def _quick_key(self, x: Tensor, branch: int, residual: Tensor | None) -> tuple[Any, ...]:
         """All that decides how the layer treats ``x``, but for values that are read at each call."""
@@ -348,7 +355,9 @@ class Norm(nn.Module):
         residual: Tensor | None = None,
         extra: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        if kernels_serve(x) and not extra and not must_trace(x):
+        # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
+        alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
+        if kernels_serve(x) and alike and not extra and not must_trace(x):
             done = self._at_once(x, label, branch, style, residual)
             if done is not None:
                 return done
@@ -359,15 +368,16 @@ class Norm(nn.Module):
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None
     ) -> Tensor | None:
         """By the kernels for whole normalizers, where they have all that this call asks for."""
-        if self.observer is not None or self.process_group is not None or running.in_backward():
+        if self.observer is not None or self.process_group is not None:
             return None
-        policy, each = self.policy, None
+        # Checkpointing runs a call again as it ran before, for it pairs what both saved, but nothing moves.
+        policy, each, again = self.policy, None, running.in_backward()
         if isinstance(branch, Tensor):
             branch = each = branch.contiguous()
         place = -1 if isinstance(branch, Tensor) else branch
         key = (
             x.shape, x.dtype, x.device, _layout(x), self._uses_batch(), place, policy.update, policy.guard,
-            self.momentum is None, chosen(),
+            self.momentum is None, self.track_running_stats, again, chosen(),
         )  # fmt: skip
         try:
             ready: Any = self._ready[key]
@@ -386,14 +396,13 @@ class Norm(nn.Module):
             check_counts(self, x, spatial, self._plans(x, spatial, each, True)[1])
         affine = self._two_affines(label, branch, style, x)
         y = ready(self, x, affine, residual, each)
+        if again:
+            return y
         if ready.update and ready.cut:
             self._set_run_shape(tuple(x.shape[2:]))
         if each is None and (quick := ready.quick(self, x, affine, residual)) is not None:
             self._ready[self._quick_key(x, place, residual)] = quick
         return y
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}}  # compiled kernels stay here
 
     def _in_steps(
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...]
@@ -415,7 +424,8 @@ class Norm(nn.Module):
             zeros = x.new_zeros(1, 1) if bias is None else bias
             tensors = (*tensors, ones, zeros, *(getattr(self, n) for n in self._predictor))
             weight = bias = None
-        update = self._update_in_kernel(segments) if live_batch and kernels_serve(x, rows) else None
+        moves = live_batch and kernels_serve(x, rows) and not running.in_backward()
+        update = self._update_in_kernel(segments) if moves else None
         y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
         if seen is MOVED:
             self._set_run_shape(tuple(x.shape[2:]))
@@ -480,15 +490,15 @@ class Norm(nn.Module):
         """The affine maps as the kernels take them: a shared one, then one of the batch, of labels or of samples."""
         from ..fused import Affine
 
-        terms, own = self.affine_terms, self._parameters
+        terms = self.affine_terms
         if terms == ("shared",):
-            return Affine(own["weight"], own["bias"])
+            return Affine(self.weight, self.bias)
         if len(terms) > 2 or (len(terms) == 2 and terms[0] != "shared"):
             return Affine(None, None, *self._affine(label, branch, style, x))
-        shared = (own["weight"], own["bias"]) if terms[:1] == ("shared",) else (None, None)
+        shared = (self.weight, self.bias) if terms[:1] == ("shared",) else (None, None)
         last = terms[-1] if terms else None
         if last == "class":
-            tables = own["class_weight"], own["class_bias"]
+            tables = self.class_weight, self.class_bias
             if isinstance(label, Tensor):
                 return Affine(*shared, *tables, label.contiguous())
             return Affine(*shared, *(select(t, label) for t in tables))  # type: ignore[arg-type]
@@ -570,7 +580,8 @@ class Norm(nn.Module):
         """
         policy = self.policy
         tracked = [k for k, names in enumerate(self._buffers_of) if names is not None]
-        if len(tracked) != 1 or not policy.update or policy.guard or self.observer is not None:
+        moves = self.track_running_stats and policy.update and not policy.guard and self.observer is None
+        if len(tracked) != 1 or not moves:
             return None
         k = tracked[0]
         names, track, momentum = self._buffers_of[k], self._tracks[k], self._share()
@@ -579,7 +590,7 @@ class Norm(nn.Module):
         each = isinstance(segments[k].branch, Tensor)
         whole = segments[k].number == (1 if self.branches is None or not each else len(self.branches))
         simple = whole and self.process_group is None
-        if momentum is None or track.how != how or not simple or running.in_backward():
+        if momentum is None or track.how != how or not simple:
             return None
         mean, var = (getattr(self, n) for n in names)
         batches = self.num_batches_tracked
@@ -659,6 +670,16 @@ class Norm(nn.Module):
         if self.policy != Policy():
             parts.append(f"policy={self.policy}")
         return ", ".join(parts)
+
+
+class _Known(dict[Any, Any]):
+    """What a layer knows of earlier calls. A copy of the layer begins without: compiled kernels stay here.
+
+    Not by the layer's ``__getstate__``, which parametrized modules have one of their own for.
+    """
+
+    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
+        return _Known, ()
 
 
 def _layout(x: Tensor) -> bool | tuple[int, ...]:

@@ -53,6 +53,7 @@ class Ready:
         rows, segments, made = plans
         self.each = isinstance(branch, Tensor)  # every sample has a branch of its own: each call gives them
         self.rows, self.plans, self.update = rows, made, update
+        self.again = running.in_backward()  # of a call that is run again: what it moved has moved
         self.branch = branch if isinstance(branch, int) else 0
         self.statistics = layer.statistics
         self.live = layer._uses_batch()
@@ -76,7 +77,7 @@ class Ready:
             shape_of(x, rows, last), call.own, 0 if call.sample is None else call.sample.groups,
             0 if call.batch is None else call.batch.groups, self.live, branches if self.each and mixed else number,
             mixed, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
-            self.renorm is not None, update, False, 0, 0, False, branches if self.each else 0,
+            self.renorm is not None, update and not self.again, False, 0, 0, False, branches if self.each else 0,
         )  # fmt: skip
         self._kinds: dict[Any, tuple[Prepared, Any]] = {}
         self.native = _torch_is_quicker(self.kind)
@@ -87,13 +88,14 @@ class Ready:
         """``of_each`` is the branch of each sample, ``[N]``, where each has its own."""
         if self._takes_native(layer, x, affine, residual):
             return self._batch_norm(layer, x, affine)
-        library = None if self.each else host.library(self.kind.shape.device)
+        library = None if self.each or self.again else host.library(self.kind.shape.device)
         key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
         found = self._kinds.get(key)
         if found is None:
             found = self._kinds[key] = self._of_kind(key, library)
         prepared, entry = found
         mean = var = batches = None
+        branch = self.branch
         if self.reads_running:
             assert self.names is not None
             buffers = layer._buffers
@@ -103,13 +105,16 @@ class Ready:
                 buffers["num_batches_tracked"],
             )
             assert mean is not None and var is not None and batches is not None
-            if self.renorm is not None:
+            if self.renorm is not None and self.again and layer._read is not None:
+                ((mean, var),), batches = layer._read  # what the first pass read, of its branch
+                branch = 0
+            elif self.renorm is not None:
                 self._keep_read(layer, mean, var, batches)
         share = layer.momentum if self.update else None
         share, eps = 0.0 if share is None else float(share), float(layer.eps)
         logits: tuple[Any, ...] = ()
         if self.kind.logits > 1:
-            logits = (layer._parameters["mean_weight"], layer._parameters["var_weight"])
+            logits = (layer.mean_weight, layer.var_weight)
         x = dense(x)[0]
         if entry is not None:
             weight, bias, weight2, bias2, label, _ = affine
@@ -121,7 +126,7 @@ class Ready:
             if y is not None:
                 return y
         segment = self.segment if of_each is None else of_each
-        given = Given(segment, mean, var, batches, (share, eps, *self.bounds), self.branch)
+        given = Given(segment, mean, var, batches, (share, eps, *self.bounds), branch)
         return run(x, prepared, given, self.rule, self.rows, affine, logits, residual, entry=entry)
 
     def _takes_native(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> bool:
@@ -134,7 +139,7 @@ class Ready:
 
     def _keep_read(self, layer: Norm, mean: Tensor, var: Tensor, batches: Tensor) -> None:
         """Keep what batch renorm reads, for a forward pass that is run again in backward."""
-        if not _may_run_again():
+        if not _may_run_again() or running.in_backward():
             return
         one = layer.branches is None
         kept = (t if one else t[self.branch] for t in (mean, var, batches))
@@ -177,7 +182,9 @@ class Ready:
             assert mean is not None and var is not None and batches is not None
             if layer.branches is not None:
                 mean, var, batches = mean[self.branch], var[self.branch], batches[self.branch]
-            if self.update:
+            if self.update and self.again:
+                mean, var = mean.clone(), var.clone()  # as many tensors are saved as in the first pass
+            elif self.update:
                 batches.add_(1)
         share = layer.momentum if self.update else None
         share = 0.0 if share is None else share
@@ -326,7 +333,7 @@ class ReadyModes:
         mean, var, batches = self.stored(layer)
         share = layer.momentum if self.update else None
         share, eps = 0.0 if share is None else float(share), float(layer.eps)
-        gate: Any = layer._parameters["gate_weight"], layer._parameters["gate_bias"]
+        gate: Any = layer.gate_weight, layer.gate_bias
         x = dense(x)[0]
         if entry is not None:
             y = entry(x, residual, *affine[:4], *gate, None, None, mean, var, batches, share, eps)
@@ -436,4 +443,4 @@ def _prepare_modes(layer: Norm, x: Tensor, branch: int, live: bool) -> ReadyMode
     moves = live and layer.track_running_stats and layer.policy.update
     if moves and layer._update_in_kernel(segments) is None:
         return None
-    return ReadyModes(layer, x, branch, plans, live, moves)
+    return ReadyModes(layer, x, branch, plans, live, moves and not running.in_backward())
