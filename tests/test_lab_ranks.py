@@ -322,7 +322,7 @@ def test_a_study_under_torchrun(tmp_path):
              "true")  # fmt: skip
     done = torchrun(*asked, "--out", tmp_path / "two")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("report.html") == 1 and done.stderr.count("batch, seed 0: 1 epochs") == 1
+    assert done.stdout.count("report.html") == 1 and done.stderr.count("batch, seed 0: 1 epoch,") == 1
     found = lines(tmp_path / "two" / "results.jsonl")
     assert len(found) == 4 == len({(r["run"], r["measurement"]) for r in found})
     for record in found:

@@ -63,7 +63,7 @@ def together(settings: Settings, data: Data, device: torch.device) -> Iterator[R
         return
     team, ranks, new = _team, _team.ranks, data is not _team.data
     team.busy = True
-    empty = replace(data, train=Images(*_NOTHING), test=Images(*_NOTHING)) if new else None
+    empty = replace(data, train=_none_of(data.train), test=_none_of(data.test)) if new else None
     ranks.given(lambda: Job(settings, device.type, empty))
     if new:
         ranks.spread(_tensors(data), torch.device("cpu"))
@@ -173,7 +173,8 @@ def _nothing() -> Job | None:
     return None
 
 
-_NOTHING = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+def _none_of(images: Images) -> Images:
+    return Images(images.x[:0].clone(), images.y[:0].clone())
 
 
 def _tensors(data: Data) -> dict[str, torch.Tensor]:
