@@ -332,9 +332,8 @@ class Norm(nn.Module):
             return None
         try:
             return quick(self, x, label, residual)
-        except (
-            KeyError
-        ):  # pruned, parametrized or replicated since: no parameter any more, but an attribute still
+        except KeyError:
+            # Pruned, parametrized or replicated since: no parameter any more, but an attribute still.
             return None
 
     def _quick_key(self, x: Tensor, branch: int, residual: Tensor | None) -> tuple[Any, ...]:
