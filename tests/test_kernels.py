@@ -6,6 +6,7 @@ splits and blocks are a few rows of their own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -306,6 +307,26 @@ def test_where_torch_is_quicker_its_operator_serves(training: bool, monkeypatch:
     assert_close(y, z, **SAME)
     assert_close([b[1] for b in layer.buffers()], list(twin.buffers()))
     assert int(layer.num_batches_tracked[0]) == 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("launches", ["one", "several"])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("make", [normlab.BatchNorm2d, normlab.SwitchNorm2d, normlab.ModeNorm2d])
+def test_rows_longer_than_a_tile(make: Any, last: bool, launches: str):
+    """A row is taken in several steps, and channels last by several programs, the last ones with less to do."""
+    layer, found = make(5).to(DEVICE), []
+    x, dy = torch.randn(2, 2, 5, 67, 71, device=DEVICE)
+    x += 3.0
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    for own, y in ((copy.deepcopy(layer).double(), x.double()), (layer, x)):  # the first not by the kernels
+        y = y.detach().requires_grad_()
+        with normlab.backend("triton", launches=launches, host="python"), normlab.no_update(own):
+            z = own(y)
+            z.backward(dy.to(z.dtype))
+        found.append((z.detach(), y.grad, *(p.grad for p in own.parameters())))
+    for expected, ours in zip(*found, strict=True):
+        scale = max(1.0, float(expected.abs().max()))
+        assert_close(ours.double() / scale, expected / scale, rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize("host", ["python", "compiled"])

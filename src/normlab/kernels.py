@@ -93,7 +93,7 @@ def moments_rows(pid, x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SIN
         about = v
         first = tl.zeros((1, BS), tl.float32)
         second = tl.zeros((1, BS), tl.float32)
-        row = x + pid.to(tl.int64) * s
+        row = x + q.to(tl.int64)[:, None] * s
         for start in range(0, s, _AT_ONCE * BS):
             k = start + tl.arange(0, _AT_ONCE)[:, None] * BS + j[None, :]
             more = tl.load(row + k, mask=k < s, other=0.0).to(tl.float32)
