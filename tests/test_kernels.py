@@ -309,6 +309,29 @@ def test_where_torch_is_quicker_its_operator_serves(training: bool, monkeypatch:
     assert int(layer.num_batches_tracked[0]) == 0  # type: ignore[index]
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_mode_without_samples_keeps_its_statistics(name: str):
+    layer = normlab.ModeNorm2d(2, 3, momentum=0.5).to(DEVICE)
+    with torch.no_grad():
+        layer.gate_weight.copy_(torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]))  # type: ignore[union-attr]
+    with normlab.backend(name):
+        layer(torch.rand(4, 2, 3, 3, device=DEVICE) + 100.0)
+    mean, var = (b.tolist() for n, b in layer.named_buffers() if n.startswith("running"))
+    assert mean[1] == [0.0, 0.0] and var[1] == [1.0, 1.0]
+    assert min(mean[0] + mean[2]) > 50.0 and int(layer.num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
+def test_the_gradient_at_a_nan_passes_the_activation_as_in_torch():
+    x = torch.tensor([[[float("nan"), 1.0, -1.0]], [[0.5, 2.0, -3.0]]], device=DEVICE)
+    found = []
+    for name in ("torch", "triton"):
+        layer, residual = normlab.InstanceNorm1d(1, act="relu").to(DEVICE), torch.zeros_like(x)
+        with normlab.backend(name):
+            layer(x, residual=residual.requires_grad_()).sum().backward()
+        found.append(residual.grad)
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("launches", ["one", "several"])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("make", [normlab.BatchNorm2d, normlab.SwitchNorm2d, normlab.ModeNorm2d])

@@ -54,9 +54,9 @@ def _activate(z, leak, ACT: tl.constexpr):
 
 @triton.jit
 def _through(z, g, leak, ACT: tl.constexpr):
-    """The gradient ``g`` at the activation, taken back to its input ``z``."""
+    """The gradient ``g`` at the activation, taken back to its input ``z``; at a NaN, as torch does."""
     if ACT == 1:
-        g = tl.where(z > 0.0, g, 0.0)
+        g = tl.where(z <= 0.0, 0.0, g)
     elif ACT == 2:
         g = tl.where(z > 0.0, g, g * leak)
     elif ACT == 3:

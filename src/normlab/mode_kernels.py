@@ -90,6 +90,7 @@ def _modes(
                 acc += tl.where(ok, g[:, None] * (m - about[None, :]), 0.0)
                 total += g
             count = tl.sum(total, 0)
+            count = tl.where(count < _TINY, 0.0, count)  # no sample is of this mode
             least = tl.maximum(count, _TINY)
             mean = tl.where(count + tl.zeros((BC,), tl.float32) > 0.0, tl.sum(acc, 0) / least, -about)
             acc = tl.zeros((BN, BC), tl.float32)
@@ -109,9 +110,10 @@ def _modes(
                 old_mean = tl.load(running_mean + cell, mask=col, other=0.0).to(tl.float32)
                 old_var = tl.load(running_var + cell, mask=col, other=0.0).to(tl.float32)
                 drift = about + mean - old_mean
+                moves = col & (count + tl.zeros((BC,), tl.float32) > 0.0)
                 new_var = var + (1.0 - momentum) * drift * drift
-                tl.store(running_mean + cell, old_mean + momentum * drift, mask=col)
-                tl.store(running_var + cell, old_var + momentum * (new_var - old_var), mask=col)
+                tl.store(running_mean + cell, old_mean + momentum * drift, mask=moves)
+                tl.store(running_var + cell, old_var + momentum * (new_var - old_var), mask=moves)
         else:
             mean = tl.load(running_mean + cell, mask=col, other=0.0).to(tl.float32) - about
             var = tl.load(running_var + cell, mask=col, other=1.0).to(tl.float32)

@@ -517,8 +517,9 @@ class _Gated:
             index, number = plan.segments.index, plan.segments.number
             member = gates if index is None else (one_hot(index, number).unsqueeze(2) * gates.unsqueeze(1))
             member = member.reshape(n, number * self.modes).t()  # [segments * K, N]
-            count = member.sum(1, keepdim=True)
-            share = member / count.clamp_min(torch.finfo(count.dtype).tiny)
+            count, tiny = member.sum(1, keepdim=True), torch.finfo(torch.float32).tiny
+            count = torch.where(count < tiny, 0, count)  # no sample is of this mode, whatever the dtype
+            share = member / count.clamp_min(tiny)
             mode_mean = share @ mean
             spread = (mean.unsqueeze(0) - mode_mean.unsqueeze(1)).square() + var  # [segments * K, N, C]
             mode_var = torch.einsum("kn,knc->kc", share, spread)

@@ -105,19 +105,22 @@ def update_(
     """Move one pair of running statistics towards what a batch showed.
 
     Ghost batches count as the workers they stand for: the average of their means and of their variances (of their
-    second moments, for a total variance) moves the running statistics once. Branches without samples, and what ``ok``
-    refuses, change nothing.
+    second moments, for a total variance) moves the running statistics once. Branches and modes without samples, and
+    what ``ok`` refuses, change nothing.
     """
     seen_mean, seen_var, count = seen.mean, seen.var, seen.count
     if how == "unbiased":
         bessel = count / (count - 1).clamp_min(1) if isinstance(count, Tensor) else count / max(count - 1, 1)
         seen_var = seen_var * bessel
     of_branch = segments.branch
+    present = count > 0 if isinstance(count, Tensor) else None
     if isinstance(of_branch, Tensor) or seen_mean.shape[0] > 1:
         number = 1 if isinstance(of_branch, int) else (branches or 1)
-        seen_mean, seen_var, _ = _average_segments(
+        seen_mean, seen_var, present = _average_segments(
             seen_mean, seen_var, count, of_branch, number, how == "total"
         )
+    if present is not None:
+        ok = present if ok is None else present & ok
     if isinstance(of_branch, int) and branches is not None:
         mean, var, batches = mean[of_branch], var[of_branch], batches[of_branch]
     lead = seen_mean.shape[0]
