@@ -321,6 +321,16 @@ def test_a_mode_without_samples_keeps_its_statistics(name: str):
     assert min(mean[0] + mean[2]) > 50.0 and int(layer.num_batches_tracked) == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_running_statistics_that_are_nan_show_in_batch_renorm(name: str):
+    layer = normlab.BatchRenorm2d(3).to(DEVICE)
+    with torch.no_grad():
+        layer.running_mean[1] = layer.running_var[2] = float("nan")  # type: ignore[index]
+    with normlab.backend(name), normlab.no_update(layer):
+        y = layer(torch.randn(4, 3, 2, 2, device=DEVICE))
+    assert y.isnan().sum((0, 2, 3)).tolist() == [0, 16, 16]
+
+
 def test_the_gradient_at_a_nan_passes_the_activation_as_in_torch():
     x = torch.tensor([[[float("nan"), 1.0, -1.0]], [[0.5, 2.0, -3.0]]], device=DEVICE)
     found = []

@@ -19,6 +19,13 @@ import triton.language as tl
 
 
 @triton.jit
+def _clamp(v, low, high):
+    """A NaN stays one."""
+    v = tl.where(v < low, low, v)
+    return tl.where(v > high, high, v)
+
+
+@triton.jit
 def pool_forward(
     pid, stats, sample_stats, batch_mean, batch_var, segment, renorm, members,
     running_mean, running_var, batches, momentum, eps, r_max, d_max, warmup, r_steps, d_steps,
@@ -149,8 +156,8 @@ def pool_forward(
                     run_mean = tl.load(running_mean + r, mask=col, other=0.0).to(tl.float32)
                     run_std = tl.sqrt(tl.load(running_var + r, mask=col, other=1.0).to(tl.float32) + eps)
                     std = tl.sqrt(var2 + eps)
-                    ratio = tl.minimum(tl.maximum(std / run_std, 1.0 / top_r), top_r)
-                    move = tl.minimum(tl.maximum((mean2 - run_mean) / run_std, -top_d), top_d)
+                    ratio = _clamp(std / run_std, 1.0 / top_r, top_r)
+                    move = _clamp((mean2 - run_mean) / run_std, -top_d, top_d)
                     tl.store(renorm + r, ratio, mask=col)
                     tl.store(renorm + R + r, move, mask=col)
                     if UPDATE:
