@@ -27,7 +27,7 @@ from normlab import host, host_build
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from normlab import fused, whole_kernels
+from normlab import fused, sized, whole_kernels
 from normlab.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -171,8 +171,8 @@ def test_half_precision(dtype: torch.dtype, parameters: str, quick: None):
 def test_activation_and_residual(
     beside: str, act: str | None, last: bool, passes: str, quick: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(fused, "_WHOLE", 1 << 40 if passes == "whole" else 0)
-    fused.prepare.cache_clear()
+    monkeypatch.setattr(sized, "WHOLE", 1 << 40 if passes == "whole" else 0)
+    sized.prepare.cache_clear()
     x = input_of(3, 6, 3, 5, last=last)
     dy = torch.randn_like(x)
     more: dict[str, Tensor] = {}

@@ -266,7 +266,7 @@ void run(const Launch& launch, const Tensor* tensors, size_t number, const uint6
   }
 }
 
-// A `Static` of fused.py: sizes, and launches of each direction once Python has compiled them.
+// A `Static` of sized.py: sizes, and launches of each direction once Python has compiled them.
 struct Plan {
   enum Which : size_t { Forward = 0, Backward = 1, OfX = 2, OfParameters = 3 };
   int64_t forward_floats = 0, backward_floats = 0, parted = 0;

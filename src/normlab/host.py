@@ -31,8 +31,8 @@ from .backend import chosen_host
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .fused import Static
     from .launch import Launch
+    from .sized import Static
 
 __all__ = ["build_host", "host_status"]
 

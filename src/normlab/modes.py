@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import fused, mode_kernels
+from . import mode_kernels, sized
 from .backend import one_launch
-from .fused import Prepared, launches_of, passes_of_x
 from .launch import BLOCK, DIRECT, JOINED, PASSES, Shape, ceil, power, tiles
+from .sized import Prepared, launches_of, passes_of_x
 
 __all__ = ["Kind", "Static", "mode_views", "prepare"]
 
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 class Static:
     """Sizes and launches of a kind of call."""
 
-    plan: Any = None  # as in fused.Static
+    plan: Any = None  # as in sized.Static
     reads = True
 
     def __init__(self, kind: Kind) -> None:
@@ -59,7 +59,7 @@ class Static:
         ends = (min(power(n), _SAMPLES), _COLUMNS, min(power(c), max(16, _TILE // width)), BLOCK, k, width)
         affine = (kind.shared, kind.second, kind.act, kind.residual)
         blocks = ceil(c, _COLUMNS)
-        self.meet = DIRECT and one_launch() and rows * shape.s <= fused._WHOLE
+        self.meet = DIRECT and one_launch() and rows * shape.s <= sized.WHOLE
         programs = (
             summing.programs, ceil(rows, JOINED) if self.parted else 0, n, blocks, writing.programs
         )  # fmt: skip

@@ -18,23 +18,12 @@ from .. import host, modes, running
 from ..activation import ACTIVATIONS, LEAK
 from ..backend import one_launch
 from ..engine import Coefficients, Moments, Rule, must_trace
-from ..fused import (
-    Affine,
-    Given,
-    Kind,
-    Prepared,
-    Static,
-    batch_views,
-    bounds_of,
-    closed_call,
-    run,
-)
-from ..fused import (
-    prepare as _prepared,
-)
+from ..fused import Affine, Given, batch_views, bounds_of, closed_call, run
 from ..launch import dense, shape_of
 from ..pools import Plan, Pooled, Segments
 from ..rules import Mixture, Modes, Renorm, Single, Sources
+from ..sized import Kind, Prepared, Static
+from ..sized import prepare as _prepared
 from .checks import check_counts
 
 if TYPE_CHECKING:
