@@ -499,3 +499,7 @@ def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
     same_state(before, plain.state_dict())
     dropping = Dropping(*build("small", data, "batch", seed=0))
     assert loop_module._fused(dropping, ctx) is dropping
+    refusing = nn.Sequential(
+        nn.Conv2d(data.channels, 4, 3), normlab.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(1, 10)
+    )
+    assert acts(loop_module._fused(refusing, ctx)) == 1  # by its graph alone: the example is not to its taste

@@ -222,15 +222,12 @@ def tiles(shape: Shape, name: str) -> Tiles:
     program. One that sums splits rows until there are enough programs to fill the device, each with two tiles at least;
     both split them alike.
     """
-    writes, wide = name == "write", shape.dtype.itemsize > 2
-    small = 1024 if wide else 2048
+    writes, half = name == "write", shape.dtype.itemsize == 2
     if not shape.last:
-        limit = {"moments": 2048, "sums": 3072 - small, "write": small}[name]
-        positions = min(power(shape.s), limit)
-        if name == "moments":
-            positions = power(shape.s) if shape.s <= 4096 else 1024
-        rows = min(max(1, limit // positions), power(shape.rows))
-        rows = 1 if shape.s > positions else rows
+        most = {"moments": 4096, "sums": 1024 if half else 2048, "write": 2048 if half else 1024}[name]
+        positions = power(shape.s) if shape.s <= most else 1024 if name == "moments" else most
+        together = min(most, 2048) // positions  # short rows
+        rows = max(1, min(together, power(shape.rows))) if positions >= shape.s else 1
         blocks = ceil(shape.s, positions) if writes else 1
         return Tiles(rows, positions, ceil(shape.rows, rows) * blocks, shape.s, 1)
     channels = min(power(shape.c), 64)

@@ -482,8 +482,11 @@ def _fused(model: nn.Module, ctx: Context) -> nn.Module:
     if wanted - {"branch"}:  # and nothing is known of labels and styles here
         return tested
     first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    with route(model, branch=first) if wanted else nullcontext():
-        return fuse(model, x)
+    try:
+        with route(model, branch=first) if wanted else nullcontext():
+            return fuse(model, x)
+    except (ValueError, RuntimeError):  # it cannot take so few images, or a branch for each
+        return tested
 
 
 class _Captured:
