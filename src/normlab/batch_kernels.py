@@ -135,7 +135,7 @@ def forward(
     x, y, residual, work, parted, weight, bias, weight2, bias2, running_mean, running_var, batches, counter,
     momentum, eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
     SINGLE: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, LIVE: tl.constexpr, UPDATE: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
@@ -146,7 +146,7 @@ def forward(
     if LIVE:
         batch_mean = stats + 2 * rows
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, LAST, BQ, BS, SINGLE)
+        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
         if MEET:
             _meet(counter)
     if FIRST <= 1 and STOP > 1:
@@ -163,7 +163,7 @@ def forward(
             _meet(counter)
     if FIRST <= 2 and STOP > 2:
         apply_pass(
-            x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, LAST, BQ2, BS2, ACT, RES, True
+            x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, UNIT, BQ2, BS2, ACT, RES, True
         )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def backward(
     d_weight, d_bias, d_weight2, d_bias2, counter,
     eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
     BV: tl.constexpr, BC: tl.constexpr, LIVE: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
@@ -186,7 +186,7 @@ def backward(
     if FIRST <= 0 and STOP > 0:
         sums_pass(
             dy, x, residual, inner, back, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
-            LAST, BQ, BS, ACT, RES, True,
+            UNIT, BQ, BS, ACT, RES, True,
         )  # fmt: skip
         if MEET:
             _meet(counter)
@@ -205,5 +205,5 @@ def backward(
     if FIRST <= 3 and STOP > 3:
         gradient_pass(
             dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
-            LAST, BQ2, BS2, ACT, RES, True,
+            UNIT, BQ2, BS2, ACT, RES, True,
         )  # fmt: skip

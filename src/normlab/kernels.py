@@ -372,18 +372,21 @@ def gradient_last(
 @triton.jit
 def moments_pass(
     x, stats, parted, images, s, C, R, parts, rows, per_split, splits,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Channels last, here and below, BQ is positions and BS channels of a tile, and ``parted`` is for split rows."""
+    """Contiguous, here and below, the length of a row is a multiple of UNIT (1, 2, ... 16), which the compiler must see
+    to read as many elements at once. UNIT is 0 for channels last, where BQ is positions and BS channels of a tile, and
+    ``parted`` is for split rows."""
     pid = tl.program_id(0)
     step = tl.num_programs(0)
-    if LAST:
+    if UNIT == 0:
         into = stats
         if splits > 1:
             into = parted
         for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
             moments_last(p, x, into, s, C, R, parts, rows, per_split, BQ, BS)
     else:
+        s = s // UNIT * UNIT
         for p in range(pid, tl.cdiv(rows, BQ), step):
             moments_rows(p, x, stats, rows, s, BQ, BS, SINGLE)
 
@@ -391,12 +394,12 @@ def moments_pass(
 @triton.jit
 def apply_pass(
     x, y, residual, coef, images, s, C, R, parts, rows, per_split, splits, leak,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     step = tl.num_programs(0)
-    if LAST:
+    if UNIT == 0:
         pieces = images * tl.cdiv(C, BS) * splits
         for p in range(pid, pieces, step):
             apply_last(
@@ -404,6 +407,7 @@ def apply_pass(
                 CHANNEL,
             )  # fmt: skip
     else:
+        s = s // UNIT * UNIT
         pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
         for p in range(pid, pieces, step):
             apply_rows(pieces - 1 - p, x, y, residual, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
@@ -412,12 +416,12 @@ def apply_pass(
 @triton.jit
 def sums_pass(
     dy, x, residual, inner, sums, parted, coef, images, s, C, R, parts, rows, per_split, splits, leak,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     step = tl.num_programs(0)
-    if LAST:
+    if UNIT == 0:
         into = sums
         if splits > 1:
             into = parted
@@ -427,6 +431,7 @@ def sums_pass(
                 CHANNEL,
             )  # fmt: skip
     else:
+        s = s // UNIT * UNIT
         for p in range(pid, tl.cdiv(rows, BQ), step):
             sums_rows(p, dy, x, residual, inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
 
@@ -434,7 +439,7 @@ def sums_pass(
 @triton.jit
 def gradient_pass(
     dy, x, inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Beside a residual, the gradient before the activation already lies in ``inner``."""
@@ -443,7 +448,7 @@ def gradient_pass(
     g = dy
     if RES and ACT > 0:
         g = inner
-    if LAST:
+    if UNIT == 0:
         pieces = images * tl.cdiv(C, BS) * splits
         for p in range(pid, pieces, step):
             gradient_last(
@@ -451,6 +456,7 @@ def gradient_pass(
                 ACT * (1 - RES), CHANNEL,
             )  # fmt: skip
     else:
+        s = s // UNIT * UNIT
         pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
         for p in range(pid, pieces, step):
             gradient_rows(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -158,6 +158,11 @@ class Shape(NamedTuple):
     def rows(self) -> int:
         return self.n * self.c * self.parts
 
+    @property
+    def unit(self) -> int:
+        """What the length of a contiguous row is a multiple of, 16 at most; 0 for channels last."""
+        return 0 if self.last else gcd(self.s, 16)
+
 
 def dense(x: Tensor) -> tuple[Tensor, bool]:
     """``x`` contiguous or channels last, copied where it is neither; and which."""
@@ -254,7 +259,7 @@ def pass_alone(
     """
     t = tiles(shape, name if name in PASSES else "write")
     sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
-    fixed = (*sizes, shape.last, t.first, t.second)
+    fixed = (*sizes, shape.unit, t.first, t.second)
     programs = ceil(shape.rows * (2 if name == "sums" else 1), JOINED) if join else t.programs
     if name == "moments":
         fixed = (at, *fixed, not shape.last and t.second >= shape.s, BLOCK, join)

@@ -336,7 +336,7 @@ def forward(
     running_mean, running_var, batches, counter,
     momentum, eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
     SINGLE: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, UPDATE: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
@@ -348,10 +348,10 @@ def forward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, LAST, BQ, BS, SINGLE)
+        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
         if MEET:
             _meet(counter)
-    if LAST and FIRST <= 1 and STOP > 1:
+    if UNIT == 0 and FIRST <= 1 and STOP > 1:
         if splits > 1:
             for p in range(pid, tl.cdiv(rows, B // 4), step):
                 join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
@@ -372,7 +372,7 @@ def forward(
             _meet(counter)
     if FIRST <= 4 and STOP > 4:
         apply_pass(
-            x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, LAST, BQ2, BS2, ACT, RES,
+            x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, UNIT, BQ2, BS2, ACT, RES,
             False,
         )  # fmt: skip
 
@@ -383,7 +383,7 @@ def backward(
     d_weight, d_bias, d_weight2, d_bias2, d_gate_weight, d_gate_bias, counter,
     eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
@@ -401,11 +401,11 @@ def backward(
     if FIRST <= 0 and STOP > 0:
         sums_pass(
             dy, x, residual, inner, sums, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
-            LAST, BQ, BS, ACT, RES, False,
+            UNIT, BQ, BS, ACT, RES, False,
         )  # fmt: skip
         if MEET:
             _meet(counter)
-    if LAST and FIRST <= 1 and STOP > 1:
+    if UNIT == 0 and FIRST <= 1 and STOP > 1:
         if splits > 1:
             for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
                 join_sums(p, parted, sums, rows, splits, B // 4)
@@ -433,5 +433,5 @@ def backward(
     if FIRST <= 5 and STOP > 5:
         gradient_pass(
             dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
-            LAST, BQ2, BS2, ACT, RES, False,
+            UNIT, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip

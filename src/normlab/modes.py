@@ -52,7 +52,7 @@ class Static:
         moments, summing, writing = (tiles(shape, name) for name in PASSES)
         self.parted = summing.splits * 2 * rows if summing.splits > 1 else 0
         sizes = (
-            n, c, rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits, shape.last
+            n, c, rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits, shape.unit
         )  # fmt: skip
         single = not shape.last and moments.second >= shape.s
         width = power(k)

@@ -111,11 +111,11 @@ class Static:
         )  # fmt: skip
         single = not shape.last and moments.second >= shape.s
         forward = (
-            *sizes, batch_programs, *splits, shape.last, *moments[:2], *writing[:2], single, self.reads, self.live,
+            *sizes, batch_programs, *splits, shape.unit, *moments[:2], *writing[:2], single, self.reads, self.live,
             wide, kind.update, *ends, *flags,
         )  # fmt: skip
         backward = (
-            *sizes, back_programs, affine_programs, table_programs, *splits, shape.last, *summing[:2], *writing[:2],
+            *sizes, back_programs, affine_programs, table_programs, *splits, shape.unit, *summing[:2], *writing[:2],
             self.reads, self.live, wide, *ends, power(kind.logits), *flags,
         )  # fmt: skip
         by_rows = ceil(rows, BLOCK)
@@ -144,7 +144,7 @@ class Static:
         blocks = (min(power(seen), 2048 // _CHANNELS), _CHANNELS)
         sizes = (
             shape.n, shape.c, shape.rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits,
-            shape.last,
+            shape.unit,
         )  # fmt: skip
         single = not shape.last and moments.second >= shape.s
         ends = (kind.shared, kind.second, kind.act, kind.residual)

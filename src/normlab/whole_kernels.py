@@ -68,7 +68,7 @@ def forward(
     momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak,
     N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, batch_programs,
     per_split, splits, per_split2, splits2,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
     SINGLE: tl.constexpr, READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr, UPDATE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
@@ -85,10 +85,10 @@ def forward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, images, s, C, R, parts, rows, per_split, splits, LAST, BQ, BS, SINGLE)
+        moments_pass(x, stats, parted, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
         if MEET:
             _meet(counter)
-    if LAST and FIRST <= 1 and STOP > 1:
+    if UNIT == 0 and FIRST <= 1 and STOP > 1:
         if splits > 1:
             for p in range(pid, tl.cdiv(rows, B // 4), step):
                 join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
@@ -117,7 +117,7 @@ def forward(
     if FIRST <= 4 and STOP > 4:
         apply_pass(
             x, y, residual, work, images, s, C, R, parts, rows, per_split2, splits2, leak,
-            LAST, BQ2, BS2, ACT, RES, False,
+            UNIT, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def backward(
     eps, leak,
     N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, batch_programs,
     affine_programs, table_programs, per_split, splits, per_split2, splits2,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
     READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
@@ -152,11 +152,11 @@ def backward(
     if FIRST <= 0 and STOP > 0:
         sums_pass(
             dy, x, residual, inner, sums, parted, work, images, s, C, R, parts, rows, per_split, splits, leak,
-            LAST, BQ, BS, ACT, RES, False,
+            UNIT, BQ, BS, ACT, RES, False,
         )  # fmt: skip
         if MEET:
             _meet(counter)
-    if LAST and FIRST <= 1 and STOP > 1:
+    if UNIT == 0 and FIRST <= 1 and STOP > 1:
         if splits > 1:
             for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
                 join_sums(p, parted, sums, rows, splits, B // 4)
@@ -188,7 +188,7 @@ def backward(
     if FIRST <= 4 and STOP > 4:
         gradient_pass(
             dy, x, inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
-            LAST, BQ2, BS2, ACT, RES, False,
+            UNIT, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ _SIZES = ["N", "per_split", "splits"]
 @triton.jit(do_not_specialize=_SIZES)
 def moments(
     x, stats, parted, at, N, C, R, rows, s, parts, per_split, splits,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     """They begin ``at`` in ``stats``; JOIN: from those of split rows."""
     stats += at
@@ -208,14 +208,14 @@ def moments(
         join_moments(tl.program_id(0), parted, stats, rows, s, per_split, splits, B // 4)
     else:
         moments_pass(
-            x, stats, parted, N * parts, s, C, R, parts, rows, per_split, splits, LAST, BQ, BS, SINGLE
+            x, stats, parted, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
         )
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def sums(
     dy, x, residual, inner, out, coef, parted, leak, N, C, R, rows, s, parts, per_split, splits,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     if JOIN:
@@ -223,18 +223,18 @@ def sums(
     else:
         sums_pass(
             dy, x, residual, inner, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
-            LAST, BQ, BS, ACT, RES, CHANNEL,
+            UNIT, BQ, BS, ACT, RES, CHANNEL,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def apply(
     x, y, residual, coef, leak, N, C, R, rows, s, parts, per_split, splits,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
     apply_pass(
-        x, y, residual, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak, LAST, BQ, BS, ACT, RES,
+        x, y, residual, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak, UNIT, BQ, BS, ACT, RES,
         CHANNEL,
     )  # fmt: skip
 
@@ -242,11 +242,11 @@ def apply(
 @triton.jit(do_not_specialize=_SIZES)
 def gradient(
     dy, x, inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
-    LAST: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Coefficients begin ``at`` in ``coef``."""
     gradient_pass(
         dy, x, inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
-        LAST, BQ, BS, ACT, RES, CHANNEL,
+        UNIT, BQ, BS, ACT, RES, CHANNEL,
     )  # fmt: skip
