@@ -29,26 +29,25 @@ def _coefficients(
 ):  # fmt: skip
     """Mean and variance of BC channels, their running ones, and what the channels are normalized by, ``[3, C]``.
 
-    ``moments`` are those of rows or of their splits, ``[splits, 2, N, C]``: a split counts by its size. Running
-    statistics that normalize are copied: what backward reads must not move with the buffers.
+    ``moments`` are those of rows or of their splits, ``[splits, 2, N, C]``: a split counts by its size, and means count
+    from the first one. Running statistics that normalize are copied: what backward reads must not move with the buffers.
     """
     c = pid * BC + tl.arange(0, BC)
     col = c < C
     if LIVE:
-        total = tl.zeros((BV, BC), tl.float32)
+        about = tl.load(moments + c, mask=col, other=0.0)
+        first = tl.zeros((BV, BC), tl.float32)
+        second = tl.zeros((BV, BC), tl.float32)
         for start in range(0, N * splits, BV):
             k, at, ok = _splits(start, c, col, N, C, rows, splits, BV)
-            share = tl.minimum(per_split, s - k * per_split) / s
-            total += tl.where(ok, share[:, None] * tl.load(moments + at, mask=ok, other=0.0), 0.0)
-        mean = tl.sum(total, 0) / N
-        total = tl.zeros((BV, BC), tl.float32)
-        for start in range(0, N * splits, BV):
-            k, at, ok = _splits(start, c, col, N, C, rows, splits, BV)
-            share = tl.minimum(per_split, s - k * per_split) / s
-            d = tl.load(moments + at, mask=ok, other=0.0) - mean[None, :]
+            share = (tl.minimum(per_split, s - k * per_split) / s)[:, None]
+            d = tl.load(moments + at, mask=ok, other=0.0) - about[None, :]
             v = tl.load(moments + rows + at, mask=ok, other=0.0)
-            total += tl.where(ok, share[:, None] * (v + d * d), 0.0)
-        var = tl.sum(total, 0) / N
+            first += tl.where(ok, share * d, 0.0)
+            second += tl.where(ok, share * (v + d * d), 0.0)
+        off = tl.sum(first, 0) / N
+        mean = about + off
+        var = tl.maximum(tl.sum(second, 0) / N - off * off, 0.0)
         if pid == 0:
             tl.store(members, N.to(tl.float32))
         if UPDATE:

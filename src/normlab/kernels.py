@@ -18,10 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Moments: each place of a tile takes them about the first value it sees, so there is no cancellation, whatever the
-# mean, and nothing is summed over threads before the last tile.
+# Moments are taken about values of the row, so that there is no cancellation, whatever the mean: contiguous, each place
+# of a tile takes them about the first it sees. Nothing is summed over threads before the last tile.
 _SPLITS = tl.constexpr(16)  # splits of a row that are looked at together
 _AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, memory is waited for
+_STAGES = tl.constexpr(4)  # tiles under way, channels last: one that is summed and those read ahead of it
 
 
 @triton.jit
@@ -117,26 +118,28 @@ def place_last(pid, s, C, per_split, BC: tl.constexpr):
 
 @triton.jit
 def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
-    """``out`` is ``[splits, 2, N, R]``, each split's own moments."""
+    """``out`` is ``[splits, 2, N, R]``, each split's own moments, about the mean of a few of its values."""
     m, c, split = place_last(pid, s, C, per_split, BC)
+    col = c < C
     low = split * per_split
     high = tl.minimum(low + per_split, s)
+    size = high - low
     j = tl.arange(0, BS)
-    about, ok = _load_last(x, m, low + j, high, s, c, C)
+    about = tl.zeros((BC,), tl.float32)
+    for k in tl.static_range(4):
+        at = (m.to(tl.int64) * s + low + k * (size // 4)) * C
+        about += 0.25 * tl.load(x + at + c, mask=col, other=0.0).to(tl.float32)
     first = tl.zeros((BS, BC), tl.float32)
     second = tl.zeros((BS, BC), tl.float32)
-    for start in range(low + BS, high, 2 * BS):  # two tiles at once: with one, memory is waited for
+    for start in tl.range(low, high, BS, num_stages=_STAGES):
         v, ok = _load_last(x, m, start + j, high, s, c, C)
-        w, ok2 = _load_last(x, m, start + BS + j, high, s, c, C)
-        d = tl.where(ok, v - about, 0.0)
-        e = tl.where(ok2, w - about, 0.0)
-        first += d + e
-        second += d * d + e * e
-    size = high - low
-    mean, var = _moments_together(about, first, second, tl.cdiv(size - j, BS)[:, None], size, 0)
+        d = tl.where(ok, v - about[None, :], 0.0)
+        first += d
+        second += d * d
+    off = tl.sum(first, 0) / size
     q = (m // parts) * R + c * parts + m % parts + split * 2 * rows
-    tl.store(out + q, mean, mask=c < C)
-    tl.store(out + rows + q, var, mask=c < C)
+    tl.store(out + q, about + off, mask=col)
+    tl.store(out + rows + q, tl.maximum(tl.sum(second, 0) / size - off * off, 0.0), mask=col)
 
 
 @triton.jit
@@ -287,7 +290,7 @@ def sums_last(
     dot = tl.zeros((BS, BC), tl.float32)
     low = split * per_split
     high = tl.minimum(low + per_split, s)
-    for start in range(low, high, BS):
+    for start in tl.range(low, high, BS, num_stages=_STAGES):
         j = start + tl.arange(0, BS)
         v, ok = _load_last(x, m, j, high, s, c, C)
         g, ok = _load_last(dy, m, j, high, s, c, C)

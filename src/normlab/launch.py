@@ -40,8 +40,7 @@ DIRECT = torch.version.hip is None
 BLOCK = 256  # rows a program, where a program's work is on rows and not on x
 JOINED = BLOCK // 4  # and where it puts the splits of rows together
 PASSES = ("moments", "sums", "write")
-_PROGRAMS = 528  # that fill a device and sum; twice as many where x is large
-_LARGE = 1 << 25  # elements
+_TOGETHER = 4  # programs that sum, channels last, and that a multiprocessor holds at once
 
 
 class _Pointer:
@@ -105,13 +104,13 @@ class Launch:
             made = self.kernel[(self.grid,)](*given, *numbers, *self.fixed)
             self.ready = made if DIRECT else None
             return
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        processors = _processors(self.device)
         wanted, self.grid = self.grid, min(self.grid, processors)
         counter = self._counter(torch._C._cuda_getCurrentRawStream(self.device))
         made = self.kernel[(self.grid,)](
             *given, _Pointer(counter, torch.int64), *numbers, *self.fixed, launch_cooperative_grid=True
         )
-        self.grid = min(wanted, processors * _resident(made))
+        self.grid = min(wanted, processors * _resident(made, self.device))
         self.ready = made
 
     def _counter(self, stream: int) -> int:
@@ -129,13 +128,16 @@ def _counter(device: int, stream: int, programs: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=f"cuda:{device}")
 
 
-def _resident(made: Any) -> int:
+def _resident(made: Any, device: int) -> int:
     """How many programs of a compiled kernel a multiprocessor holds, by registers, threads and shared memory."""
+    has = torch.cuda.get_device_properties(device)
     warps = made.metadata.num_warps
     registers = -(-made.n_regs // 8) * 8 * 32 * warps
     shared = made.metadata.shared + 1024
-    # What the smallest of the devices in use have: 64 K registers, 32 warps, 96 KiB of shared memory.
-    return max(1, min(65536 // max(registers, 1), 32 // warps, 96 * 1024 // shared))
+    return max(1, min(
+        has.regs_per_multiprocessor // max(registers, 1), has.max_threads_per_multi_processor // (32 * warps),
+        has.shared_memory_per_multiprocessor // shared,
+    ))  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -224,8 +226,8 @@ def tiles(shape: Shape, name: str) -> Tiles:
     """Tiles of a pass: ``moments`` and ``sums``, which sum rows, or ``write``.
 
     Contiguous, moments take a row of up to 4,096 elements at once. Channels last, a pass that writes takes a tile a
-    program. One that sums splits rows until there are enough programs to fill the device, each with two tiles at least;
-    both split them alike.
+    program. One that sums splits rows as long as the device holds all programs at once, and each has two tiles: a few
+    programs more would be waited for alone. Both split them alike.
     """
     writes, half = name == "write", shape.dtype.itemsize == 2
     if not shape.last:
@@ -236,17 +238,21 @@ def tiles(shape: Shape, name: str) -> Tiles:
         blocks = ceil(shape.s, positions) if writes else 1
         return Tiles(rows, positions, ceil(shape.rows, rows) * blocks, shape.s, 1)
     channels = min(power(shape.c), 64)
-    positions = min(power(shape.s), 4096 // channels)
+    positions = min(power(shape.s), {"moments": 2048, "sums": 1024, "write": 4096}[name] // channels)
     images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
     per = positions
     if not writes:
-        wanted = _PROGRAMS * (1 if shape.rows * shape.s < _LARGE else 2)
-        splits = max(1, min(ceil(wanted, images * blocks), ceil(shape.s, positions * 2)))
-        per = ceil(ceil(shape.s, splits), positions) * positions
+        each = min(power(shape.s), 2048 // channels)
+        at_once = _TOGETHER * _processors(shape.device)
+        splits = max(1, min(at_once // (images * blocks), ceil(shape.s, each * 2)))
+        per = ceil(ceil(shape.s, splits), each) * each
     splits = ceil(shape.s, per)
-    if name == "moments":
-        positions = min(power(shape.s), 1024 // channels)
     return Tiles(positions, channels, images * blocks * splits, per, splits)
+
+
+@lru_cache(maxsize=64)
+def _processors(device: int) -> int:
+    return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def pass_alone(

@@ -76,7 +76,8 @@ class Static:
         self.sample_cells = n * sample_groups if has_sample else 0
         self.batch_cells = kind.segments * batch_groups if has_batch else 0
         wide = self.live and batch_groups != width
-        long = 128 if wide else 512
+        longest = max([width // sample_groups] * has_sample + [width // batch_groups] * wide, default=512)
+        long = min(128 if wide else 512, max(power(longest), 16))
         sample_programs, batch_programs = self.sample_cells, 0
         if has_batch:
             blocks = self.batch_cells if wide else kind.segments * ceil(width, _COLUMNS)

@@ -122,7 +122,7 @@ class Ready:
         """Whether torch's own operator serves this call, being quicker."""
         if not self.native or affine.second != 0 or layer.act is not None or residual is not None:
             return False
-        if one_launch() and host.library(self.kind.shape.device) is not None:
+        if not one_launch() or host.library(self.kind.shape.device) is not None:
             return False
         return affine.weight is None or affine.weight.dtype in (torch.float32, x.dtype)
 
@@ -277,11 +277,11 @@ def _quick_native(ready: Ready, of: Norm) -> Quick | None:
 
 
 def _torch_is_quicker(kind: Kind) -> bool:
-    """Whether this is batch norm of a size at which torch's kernels take less time: see benchmarks/gpu.csv.
+    """Whether this is batch norm of a size at which torch's operator takes less of the host's time than Python does.
 
-    That counts where Python would launch the kernels, which costs the host more than torch's operator, and where the
-    host does not count (launches are ``several``). The compiled host path is quicker than either. Of contiguous inputs
-    torch gives a channel to a block, so that it needs many channels.
+    That counts where Python launches the kernels. The compiled host path is quicker than either, and where the host
+    does not count (launches are ``several``) so are the kernels. Of contiguous inputs torch gives a channel to a block,
+    so that it needs many channels.
     """
     shape = kind.shape
     plain = kind.batch_groups == shape.c == shape.width and not (
