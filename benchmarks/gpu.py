@@ -5,7 +5,7 @@
 All candidates of a cell (shape, dtype, layout) run in one process, interleaved. Cells have a process each: those that
 are prepared together (``--together``) compile side by side and are then timed one after the other, while the others
 wait. Eager time includes the host; the captured graph does not. ``limit_share`` is 8 tensor passes (3 forward, 5
-backward) at the copy rate measured in the same run, over the captured-graph time. A part of the cells (``--shapes``,
+backward) at the copy rate measured just before, over the captured-graph time. A part of the cells (``--shapes``,
 ``--dtypes``, ``--layouts``) replaces those rows of the file and leaves the others. Errors are against the same layer in
 float64, beside nn.BatchNorm2d's own.
 """
@@ -142,10 +142,9 @@ class Cell:
         dtype: torch.dtype,
         last: bool,
         names: list[str],
-        rate: float,
         quick: bool,
     ) -> None:
-        self.shape, self.dtype, self.last, self.rate = shape, dtype, last, rate
+        self.shape, self.dtype, self.last = shape, dtype, last
         layout = torch.channels_last if last else torch.contiguous_format
         x = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=layout).requires_grad_()
         dy = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=layout)
@@ -189,9 +188,10 @@ class Cell:
     def times(self) -> list[dict]:
         x, runs = self.x, self.runs
         size = x.numel() * x.element_size()
+        rate = copy_rate()
         eager = eager_ms(runs, 5, 10)
         base_eager = eager["nn.BatchNorm2d"]
-        passes = 8 * size / self.rate * 1e3
+        passes = 8 * size / rate * 1e3
         rows = []
         for name, run in runs.items():
             torch.cuda.reset_peak_memory_stats()
@@ -208,7 +208,7 @@ class Cell:
                 "eager_over_batchnorm2d": round(ratio, 3),
                 "limit_share": round(passes / gpu * (1.5 if name == "adaptive_instance" else 1), 3),
                 "gb_per_s": round(8 * size / gpu / 1e6), "peak_mib": round(peak / 2**20, 1),
-                "error_y": "", "error_dx": "", "error_y_mean_1e4": "",
+                "copy_tb_per_s": round(rate / 1e12, 2), "error_y": "", "error_dx": "", "error_y_mean_1e4": "",
             }  # fmt: skip
             row |= self.errors.get(name, {})
             rows.append(row)
@@ -330,13 +330,10 @@ def main() -> None:
     except RuntimeError as error:
         print(error)
     print(normlab.host_status())
-    rate = copy_rate()
-    print(f"copy rate {rate / 1e12:.2f} TB/s")
     names = arguments.only.split(",")
     device = machine(
         torch.cuda.get_device_name(),
         arguments.commit,
-        copy_tb_per_s=round(rate / 1e12, 2),
         triton=triton.__version__,
     )
     cells = [
@@ -346,7 +343,7 @@ def main() -> None:
         for layout in arguments.layouts.split(",")
     ]
     jobs: list[tuple[Callable[..., Cell | ResNet], tuple]] = [
-        (Cell, (shape, getattr(torch, dtype), layout == "channels_last", names, rate, arguments.quick))
+        (Cell, (shape, getattr(torch, dtype), layout == "channels_last", names, arguments.quick))
         for shape, dtype, layout in cells
     ]
     if arguments.model:

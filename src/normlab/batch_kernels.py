@@ -30,12 +30,14 @@ def _coefficients(
     """Mean and variance of BC channels, their running ones, and what the channels are normalized by, ``[3, C]``.
 
     ``moments`` are those of rows or of their splits, ``[splits, 2, N, C]``: a split counts by its size, and means count
-    from the first one. Running statistics that normalize are copied: what backward reads must not move with the buffers.
+    from that of the first BV. Running statistics that normalize are copied: what backward reads must not move with the
+    buffers.
     """
     c = pid * BC + tl.arange(0, BC)
     col = c < C
     if LIVE:
-        about = tl.load(moments + c, mask=col, other=0.0)
+        _, at, ok = _splits(0, c, col, N, C, rows, splits, BV)
+        about = tl.sum(tl.load(moments + at, mask=ok, other=0.0), 0) / tl.minimum(N * splits, BV)
         first = tl.zeros((BV, BC), tl.float32)
         second = tl.zeros((BV, BC), tl.float32)
         for start in range(0, N * splits, BV):
