@@ -32,7 +32,9 @@ _BACKWARD = ((*range(12), *range(16, 20), 22), (0, 1))
 
 _CHANNELS = 8  # a program of batch norm's coefficients
 _COLUMNS = 16  # channels, or statistics of the batch, a program; more need registers that programs then lack
-_SAMPLES = 32  # samples a program looks at together
+# Samples a program looks at together. Where a launch runs one pass it has registers for more, but for those that sum
+# what mixtures learn.
+_SAMPLES, _MANY = 32, 128
 # Elements of x up to which one launch does everything. The time of larger inputs is the device's, and as many programs
 # as each pass likes serve it better.
 WHOLE = 1 << 24
@@ -105,7 +107,9 @@ class Static:
             sample_programs,
         )  # fmt: skip
         splits = (summing.per_split, summing.splits, writing.per_split, writing.splits)
-        ends = (_SAMPLES, _COLUMNS, long, BLOCK)
+        most = _SAMPLES if self.meet else min(_MANY, 4096 // long) if wide else _MANY
+        many = max(_SAMPLES, min(power(n), most))
+        ends = (_COLUMNS, long, BLOCK)
         flags = (
             kind.own, has_sample, has_batch, kind.mixed, *kind.order, kind.logits, kind.shared, kind.second,
             kind.renorm, kind.act, kind.residual,
@@ -113,11 +117,11 @@ class Static:
         single = not shape.last and moments.second >= shape.s
         forward = (
             *sizes, batch_programs, *splits, shape.unit, *moments[:2], *writing[:2], single, self.reads, self.live,
-            wide, kind.update, *ends, *flags,
+            wide, kind.update, many, *ends, *flags,
         )  # fmt: skip
         backward = (
             *sizes, back_programs, affine_programs, table_programs, *splits, shape.unit, *summing[:2], *writing[:2],
-            self.reads, self.live, wide, *ends, power(kind.logits), *flags,
+            self.reads, self.live, wide, many if kind.logits == 1 else _SAMPLES, *ends, power(kind.logits), *flags,
         )  # fmt: skip
         by_rows = ceil(rows, BLOCK)
         programs = (
