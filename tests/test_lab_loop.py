@@ -105,6 +105,33 @@ def test_parts_of_a_batch_add_up_to_its_gradient():
         assert a["test_loss"] == pytest.approx(b["test_loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("recipe", ["classify", "adversarial(eps=0.1, units=pixels, steps=2)"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_that_are_cast_at_once_change_no_number(recipe, accumulate, monkeypatch):
+    settings = replace(TINY, precision="bf16", recipe=recipe, accumulate=accumulate)
+    ours = trained(settings)[0].state_dict()
+    monkeypatch.setattr(loop_module._Halves, "used", lambda self: contextlib.nullcontext())  # autocast alone
+    for name, theirs in trained(settings)[0].state_dict().items():
+        assert torch.equal(ours[name], theirs), name
+
+
+def test_weights_that_are_cast_at_once_are_put_back():
+    layer = torch.nn.Linear(2, 2)
+    tied = torch.nn.Sequential(layer, torch.nn.Linear(2, 2), layer)
+    tied[1].weight = layer.weight
+    own = list(tied.parameters())
+    halves = loop_module._Halves(tied)
+
+    def used():
+        with halves.used():
+            assert tied[0].weight is tied[1].weight and tied[0].weight.dtype == torch.bfloat16
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        used()
+    assert [id(p) for p in tied.parameters()] == [id(p) for p in own]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

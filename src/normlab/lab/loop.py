@@ -512,6 +512,7 @@ class _Halves:
         with torch.no_grad():
             foreach._foreach_copy_(self.half, self.whole)
         for p, half in zip(self.whole, self.half, strict=True):
+            half.grad = None
             half.requires_grad_(p.requires_grad)
         try:
             for module, name, p in self.places:
@@ -520,7 +521,9 @@ class _Halves:
         finally:
             for module, name, p in self.places:
                 module._parameters[name] = p
-        found = [(p, half.grad) for p, half in zip(self.whole, self.half, strict=True) if half.grad is not None]
+        found = [
+            (p, half.grad) for p, half in zip(self.whole, self.half, strict=True) if half.grad is not None
+        ]
         added = [(p, g) for p, g in found if p.grad is not None]
         fresh = [(p, g) for p, g in found if p.grad is None]
         with torch.no_grad():
@@ -531,8 +534,6 @@ class _Halves:
                 foreach._foreach_copy_(into, [g for _, g in fresh])
                 for (p, _), gradient in zip(fresh, into, strict=True):
                     p.grad = gradient
-        for half in self.half:
-            half.grad = None
 
 
 class _Captured:
