@@ -440,13 +440,21 @@ def differentiate_plain(
     tensors: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the plain expression that can be differentiated again."""
+
+    def expression(x: Tensor, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        return plain(x, rule, rows, weight, bias, *tensors)[0]
+
+    return differentiate(expression, (x, weight, bias, *tensors), needs, dy)
+
+
+def differentiate(
+    expression: Callable[..., Tensor], given: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``expression(*given)`` that can be differentiated again, of what ``needs`` one."""
     # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
-    views = tuple(None if t is None else t.view_as(t) for t in (x, weight, bias, *tensors))
-    x_, weight_, bias_, *tensors_ = views
-    assert x_ is not None
-    y, _ = plain(x_, rule, rows, weight_, bias_, *(t for t in tensors_ if t is not None))
+    views = [None if t is None else t.view_as(t) for t in given]
     wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
-    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(expression(*views), wanted, dy, create_graph=True, allow_unused=True))
     return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
 
 

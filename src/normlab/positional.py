@@ -6,12 +6,13 @@ saved for backward: the statistics, one pair a position, are computed again.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine import _reduce, must_trace
+from .engine import _reduce, differentiate, must_trace
 
 __all__ = ["normalize_positions"]
 
@@ -73,12 +74,8 @@ class _Positional(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():
-            views = tuple(None if t is None else t.view_as(t) for t in (x, weight, bias))
-            wanted = [v for v, n in zip(views, ctx.needs_input_grad[:3], strict=True) if n and v is not None]
-            y = _plain(*views, ctx.eps)  # type: ignore[arg-type]
-            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-            needs = zip(views, ctx.needs_input_grad[:3], strict=True)
-            return (*(next(found) if n and v is not None else None for v, n in needs), None)
+            plain = partial(_plain, eps=ctx.eps)
+            return *differentiate(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
         standard, reciprocal = _standardize(x, ctx.eps)
         g = dy.to(standard.dtype)
         d_weight = d_bias = dx = None
