@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from normlab.lab import Settings, load_checkpoint, read_results, study
 from normlab.lab.cli import main
-from normlab.lab.commands import seeds_of, split
+from normlab.lab.commands import seeds_of
 from normlab.lab.display import Clock, Lines
+from normlab.lab.texts import split
 
 SMALL = ("--data", "digits", "--model", "mlp", "--depth", "2", "--width", "8", "--epochs", "1", "--train-size", "200",
          "--test-size", "100", "--batch-size", "50")  # fmt: skip

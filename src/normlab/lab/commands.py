@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import Interrupted, LabError
+from .texts import split
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,22 +97,6 @@ def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: b
     run.__annotations__ = {p.name: p.annotation for p in (*kept, *options)}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run
-
-
-def split(text: str) -> list[str]:
-    """At the commas outside of brackets.
-
-    >>> split("none, group(8), batch_group(4, eps=1e-3)")
-    ['none', 'group(8)', 'batch_group(4, eps=1e-3)']
-    """
-    parts, depth = [""], 0
-    for c in text:
-        depth += (c in "([") - (c in ")]")
-        if c == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += c
-    return [p.strip() for p in parts if p.strip()]
 
 
 def seeds_of(text: str) -> list[int]:

@@ -71,12 +71,16 @@ def target(text: str) -> str | int:
     return int(text) if text.isdigit() else one_of("next", "least-likely")(text)
 
 
-def split(text: str) -> list[str]:
-    """At the commas that stand outside of brackets."""
+def split(text: str, at: str = ",") -> list[str]:
+    """At the commas, or whatever letter is given, that stand outside of brackets.
+
+    >>> split("none, group(8), batch_group(4, eps=1e-3)")
+    ['none', 'group(8)', 'batch_group(4, eps=1e-3)']
+    """
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([") - (letter in ")]")
-        if letter == "," and depth == 0:
+        if letter == at and depth == 0:
             parts.append("")
         else:
             parts[-1] += letter

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import LabError
+from ..texts import split
 
 if TYPE_CHECKING:
     from ..data import Data
@@ -35,22 +36,10 @@ class Part(NamedTuple):
 
 def parse_maker(text: str) -> Maker:
     """The augmentation of that text, or several joined by ``+``, one after the other."""
-    steps = [_step(part) for part in _split(text)]
+    steps = [_step(part) for part in split(text, "+")]
     if not steps:
         raise LabError("a maker has no name; write identity for images as they are")
     return steps[0] if len(steps) == 1 else _Chain(steps)
-
-
-def _split(text: str) -> list[str]:
-    """At each + outside of brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "+" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [p.strip() for p in parts if p.strip()]
 
 
 def _step(text: str) -> Maker:
