@@ -1,9 +1,8 @@
 """Tables and figures of papers, run again: ``run("vulnerability-table2", "out")``.
 
-An entry has a default scale, for minutes on two cores and data that come with packages, and the paper's own
-scale, which
-``full=True`` runs. What it prints and draws is the paper's figure beside ours, with the number of seeds, the mean and
-its standard error.
+An entry has a default scale, for minutes on two cores and data that come with packages, and the paper's own scale,
+which ``full=True`` runs. What it prints and draws is the paper's figure beside ours, with the number of seeds, the mean
+and its standard error.
 """
 
 from __future__ import annotations
@@ -73,10 +72,9 @@ def run(
         full: the paper's scale.
         seeds: how many, or which; otherwise as many as the scale has.
         only: compute only cells with these settings, ``{"norm": "batch", "seed": "1"}``. Several processes may work in
-            one
-            folder, with the same or with different choices: a cell that one works on is left to it by the others.
-        weights, images: folders of pretrained weights and of ImageNet's validation images, for the entries
-        that need them.
+            one folder, with the same or with different choices: a cell that one works on is left to it by the others.
+        weights, images: folders of pretrained weights and of ImageNet's validation images, for the entries that need
+            them.
         capture: replay training steps as CUDA graphs; by default on CUDA. It changes no number, only the time.
         epochs: train so many, in place of the scale's; milestones move in proportion, and the comparison says so.
     """

@@ -1,7 +1,6 @@
 """Tables of trainings: cases by seeds, each cell a run in a folder of its own, and the table beside the paper's.
 
-Every cell is locked while it is computed, so the same command started several times on one folder shares the
-work, and
+Every cell is locked while it is computed, so the same command started several times on one folder shares the work, and
 ``only`` splits it by hand. A cell that another process works on is passed over; the next call finds it done.
 """
 

@@ -1,12 +1,9 @@
 """Many small networks trained at once: cells that differ in the seed and the weight decay only, as one batched network.
 
-A step of a linear layer or an MLP keeps a GPU busy for microseconds. Stacking R networks makes the products
-batched ones
-of the same cost, and a CUDA graph makes a step one launch. Every network sees the batches that the training
-loop would
-show it, so the results are the loop's up to rounding; what is left in the folders is what the loop leaves, and
-it takes
-up from there: it finds the training done and measures.
+A step of a linear layer or an MLP keeps a GPU busy for microseconds. Stacking R networks makes the products batched
+ones of the same cost, and a CUDA graph makes a step one launch. Every network sees the batches that the training loop
+would show it, so the results are the loop's up to rounding; what is left in the folders is what the loop leaves, and it
+takes up from there: it finds the training done and measures.
 """
 
 from __future__ import annotations
