@@ -104,7 +104,7 @@ def run_study(
             _run_on_cores(study, left, watch, root, tensorboard)
         else:
             for settings, open_ in left:
-                own = data[_data_key(settings)]
+                own = data[data_key(settings)]
                 home = folder / "runs" / settings.name
                 model = trained(settings, own, home, watch, place, tensorboard=tensorboard)
                 for record in measured(model, own, settings, open_, watch, place):
@@ -155,7 +155,7 @@ def train(
     folder, watch, place = Path(folder), progress or Watcher(), pick_device(device)
     measurements = measurements_of(measure)
     if data is None:
-        data = _checked_data([settings], measurements, root=root, download=download)[_data_key(settings)]
+        data = _checked_data([settings], measurements, root=root, download=download)[data_key(settings)]
     _check_home(settings, folder)
     with locked(folder):
         model = trained(settings, data, folder, watch, place, tensorboard=tensorboard)
@@ -269,7 +269,8 @@ def measured(
         yield about | record | {"versions": versions(), "device": where}
 
 
-def _data_key(settings: Settings) -> tuple[Any, ...]:
+def data_key(settings: Settings) -> tuple[Any, ...]:
+    """All that :func:`load_data` reads of the settings."""
     return settings.data, settings.size, settings.train_size, settings.test_size
 
 
@@ -289,7 +290,7 @@ def _checked_data(
         parse_norm(settings.norm)  # quick, and before data are looked for
         recipe(settings.recipe)
     for settings in grid:
-        key = _data_key(settings)
+        key = data_key(settings)
         if key not in data:
             data[key] = load_data(settings, **options)
         made_of = ("model", "norm", "depth", "width", "options", "recipe", "sync_norm")

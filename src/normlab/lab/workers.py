@@ -28,7 +28,7 @@ from .settings import Settings
 
 __all__ = ["Job", "run_jobs", "threads_for"]
 
-Job = dict[str, Any]  # settings, home, measure, root: plain values
+Job = dict[str, Any]  # settings, home, measure, root, tensorboard: plain values
 
 
 def threads_for(runs: int) -> int:
@@ -174,7 +174,7 @@ class _Teller(Watcher):
 def _work() -> None:
     from .grid import measurements_of
     from .store import locked
-    from .study import load_data, measured, trained
+    from .study import data_key, load_data, measured, trained
 
     # Lines of others, such as a library that prints, must not come between.
     out, sys.stdout = sys.stdout, sys.stderr
@@ -190,7 +190,7 @@ def _work() -> None:
         job = json.loads(line)
         settings, home = Settings.from_values(job["settings"], source="a job"), Path(job["home"])
         try:
-            key = (settings.data, settings.size, settings.train_size, settings.test_size, job["root"])
+            key = (data_key(settings), job["root"])
             if loaded[0] != key:
                 loaded = (key, load_data(settings, root=job["root"]))
             watch, data = _Teller(say), loaded[1]

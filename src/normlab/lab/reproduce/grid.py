@@ -192,9 +192,9 @@ class _Kept:
         self.ctx, self.key, self.data = ctx, None, None
 
     def __call__(self, settings: Settings) -> Data:
-        from ..study import load_data
+        from ..study import data_key, load_data
 
-        key = settings.data, settings.size, settings.train_size, settings.test_size
+        key = data_key(settings)
         if self.data is None or key != self.key:
             self.data = None  # before the next one is there: both might not fit
             loaded = load_data(settings, root=self.ctx.root, download=self.ctx.download)
