@@ -44,7 +44,11 @@ class Weights(NamedTuple):
 
 def importance(model: nn.Module) -> list[Weights]:
     """Importance weights by layer, in the order of the model. Empty where no layer is switchable."""
-    found = normlab.importance(model)
+    return _by_layer(normlab.importance(model))
+
+
+def _by_layer(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Weights]:
+    """From what :func:`normlab.importance` gives, or a log has of it."""
     return [
         Weights(name, depth, {p: w[0] for p, w in pools.items()}, {p: w[1] for p, w in pools.items()})
         for depth, (name, pools) in enumerate(found.items(), 1)
@@ -71,11 +75,7 @@ def importance_over_training(log: Iterable[Mapping[str, Any]]) -> dict[str, dict
         found = line.get("importance")
         if not found:
             continue
-        layers = [
-            Weights(name, depth, {p: w[0] for p, w in pools.items()}, {p: w[1] for p, w in pools.items()})
-            for depth, (name, pools) in enumerate(found.items(), 1)
-        ]
-        means, variances = average_importance(layers)
+        means, variances = average_importance(_by_layer(found))
         for pool, weight in means.items():
             curve = curves.setdefault(pool, {"epoch": [], "mean": [], "var": []})
             curve["epoch"].append(line["epoch"])
