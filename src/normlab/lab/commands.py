@@ -134,13 +134,14 @@ def _parsed(settings: dict[str, str], *, axes: bool) -> dict[str, Any]:
 def _study(norms: str | None, seeds: str | None, measure: str | None, config: Path | None, out: Path | None,
            settings: dict[str, str]) -> Study:  # fmt: skip
     """From the file, changed by what the command line says; without a file from the default comparison."""
+    from .grid import names_of
     from .study import DEFAULT, Study, default_folder
 
     study = DEFAULT if config is None else Study.read(config)
     given = _parsed(settings, axes=True)
     axes: dict[str, Any] = dict(study.axes)
     for name, value in given.items():
-        for axis in [a for a in axes if name in [n.strip() for n in a.split(",")]]:
+        for axis in [a for a in axes if name in names_of(a)]:
             if axis != name:
                 raise LabError(f"{config} varies {axis} together, so --{name} cannot be given besides.")
             del axes[axis]
@@ -177,7 +178,7 @@ def compare(
 
     study = _study(norms, seeds, measure, config, out, settings)
     names = [parse(m).name for m in study.measurements]
-    with watcher(_console(stderr=True), study.grid(), names, Results(study, []).label) as watch:
+    with watcher(_console(), study.grid(), names, Results(study, []).label) as watch:
         results = run_study(
             study, progress=watch, device=device, root=root, download=download, tensorboard=tensorboard
         )
@@ -203,7 +204,7 @@ def train(
     chosen = chosen.with_(**_parsed(settings, axes=False))
     texts = split(measure or "")
     names = [parse(m).name for m in texts]
-    with watcher(_console(stderr=True), [chosen], names, lambda s: s.norm) as watch:
+    with watcher(_console(), [chosen], names, lambda s: s.norm) as watch:
         run = study.train(
             chosen, out, measure=texts, progress=watch, device=device, root=root, download=download,
             tensorboard=tensorboard,
@@ -247,7 +248,7 @@ def evaluate(
     )  # fmt: skip
     net, images = net.to(place), images.to(place)
     records = []
-    with _console(stderr=True).status("") as status:
+    with _console().status("") as status:
         for one in asked:
             status.update(one.name)
             records += measuring.measure(
@@ -303,7 +304,7 @@ def reproduce(
     folder = out or Path("runs") / (f"{name}-full" if full else name)
     outcome = papers.run(
         name, folder, full=full, device=device, data_root=root, download=download,
-        progress=Lines(_console(stderr=True), [], [], _trained_how),
+        progress=Lines(_console(), [], [], _trained_how),
         seeds=None if seeds is None else seeds_of(seeds), only=papers.parse_only(only) if only else None,
         weights=weights, images=images, epochs=epochs,
     )  # fmt: skip
@@ -334,7 +335,7 @@ def bench(
     usual = "batch,group,layer,instance,batch_group,switchable"
     chosen = [parse_norm(n).label for n in split(norms or usual)]
     place = pick_device(device)
-    with _console(stderr=True).status("timing"):
+    with _console().status("timing"):
         found = time_layers(chosen, device=place, rounds=rounds)
     rows = [(f.norm, " x ".join(map(str, f.shape)), f"{f.milliseconds:.3f}", f"{f.ratio:.2f}") for f in found]
     typer.echo(table(("norm", "shape", "ms", "x nn.BatchNorm2d"), rows))
@@ -392,10 +393,11 @@ def _print_records(records: Sequence[dict[str, Any]]) -> None:
             typer.echo(f"{r.get('title', r['measurement'])}: {', '.join(said)}")
 
 
-def _console(*, stderr: bool = False) -> Console:
+def _console() -> Console:
+    """Of what is shown meanwhile; results go to stdout."""
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    return Console(stderr=True)
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,7 +68,6 @@ class Lines(Watcher):
         self.clock = Clock(epochs, dict.fromkeys(self.measurements, len(self.grid)))
         self.current: Settings | None = None
         self.line: dict[str, Any] = {}
-        self.started = time.perf_counter()
         self.counts: dict[str, int] = {}  # measurements that a run has
         self.active: set[str] = set()  # runs that go on now
 
