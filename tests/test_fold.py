@@ -282,9 +282,12 @@ def test_hooks_keep_their_layer():
     seen = []
     model = drawn(nn.Sequential(nn.Conv2d(6, C, 3), normlab.BatchNorm2d(C))).double()
     model[1].register_forward_hook(lambda module, args, out: seen.append(type(module)))
+    model[1].register_full_backward_hook(lambda module, into, out: seen.append("backward"))
     folded: Any = fold(model)
     same(model, folded, torch.randn(2, 6, 8, 8, dtype=torch.float64))
     assert seen == [normlab.BatchNorm2d, nn.BatchNorm2d]
+    folded(torch.randn(2, 6, 8, 8, dtype=torch.float64)).sum().backward()
+    assert seen[2:] == [nn.BatchNorm2d, "backward"]
 
 
 class Peeking(nn.Module):

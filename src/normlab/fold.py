@@ -26,7 +26,7 @@ from .keep import merge_tables
 from .layers import Norm
 from .plain import Plain, hooks_of, is_norm, read
 from .routing import route
-from .surgery import HOOKS, Converted, NormAct, Report, Skipped, named, put, report, unparametrize
+from .surgery import Converted, NormAct, Report, Skipped, carry_hooks, named, put, report, unparametrize
 
 __all__ = ["fold", "fold_into", "merge_sandwich", "report"]
 
@@ -94,7 +94,7 @@ def fold(
         if isinstance(made, str):
             done.skipped.append(Skipped(name, type(module).__name__, made))
             continue
-        _carry_hooks(made, module)
+        carry_hooks(made, module)
         new[key] = made
         done.converted.append(Converted(name, type(module).__name__, type(made).__name__, SAME))
     model = _unwrap(put(model, new)).eval()
@@ -341,12 +341,6 @@ def _adjacent(
 
 
 # --- finishing ---------------------------------------------------------------------------------------------------
-
-
-def _carry_hooks(new: nn.Module, old: nn.Module) -> None:
-    for name in HOOKS:
-        if getattr(old, name, None):
-            setattr(new, name, getattr(old, name))
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

@@ -70,7 +70,7 @@ _WEIGHTED = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear
 )  # fmt: skip
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-HOOKS = (
+_HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
@@ -327,16 +327,19 @@ def _finished(
         new = NormAct(new, rest.get("drop", nn.Identity()), rest.get("act", nn.Identity()))
     for child in new.modules():
         child.training = module.training
-    for name in HOOKS:
-        if getattr(
-            module, name, None
-        ):  # the very dictionary: a handle that removes a hook removes it here too
-            setattr(new, name, getattr(module, name))
-    if hasattr(module, "_is_full_backward_hook"):
-        new._is_full_backward_hook = module._is_full_backward_hook
+    carry_hooks(new, module)
     before = _original(module)
     new.__dict__["_normlab_original"] = _Original(module, *place) if before is None else before
     return new
+
+
+def carry_hooks(new: nn.Module, old: nn.Module) -> None:
+    """Let hooks of ``old`` run on ``new``."""
+    for name in _HOOKS:
+        if getattr(old, name, None):  # the very dictionary: a handle that removes a hook removes it here too
+            setattr(new, name, getattr(old, name))
+    if hasattr(old, "_is_full_backward_hook"):
+        new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def _original(module: nn.Module) -> _Original | None:
