@@ -22,18 +22,26 @@ from torch.utils._pytree import tree_leaves
 
 from . import layers
 from ._text import words
-from .keep import merge_tables
+from .keep import SAME_IN_EVALUATION, merge_tables
 from .layers import Norm
 from .plain import Plain, hooks_of, is_norm, read
 from .routing import route
-from .surgery import Converted, NormAct, Report, Skipped, carry_hooks, named, put, report, unparametrize
+from .surgery import (
+    TRANSPOSED,
+    WEIGHTED,
+    Converted,
+    NormAct,
+    Report,
+    Skipped,
+    carry_hooks,
+    named,
+    put,
+    report,
+    unparametrize,
+)
 
 __all__ = ["fold", "fold_into", "merge_sandwich", "report"]
 
-SAME = "same function in evaluation mode"
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LINEAR = (nn.Linear,)
 _BATCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 
@@ -81,7 +89,8 @@ def fold(
             fold_into(conv, source)
             new[id(norm)] = nn.Sequential(OrderedDict(source.after)) if source.after else nn.Identity()
             after = f"part of {type_before_parametrizations(conv).__name__}"
-            done.converted.append(Converted(found[id(norm)][0], type(norm).__name__, after, SAME))
+            name, kind = found[id(norm)][0], type(norm).__name__
+            done.converted.append(Converted(name, kind, after, SAME_IN_EVALUATION))
     for key, (name, module) in found.items():
         if key in new or not isinstance(module, Norm):  # what is torch's already may stay
             continue
@@ -96,7 +105,8 @@ def fold(
             continue
         carry_hooks(made, module)
         new[key] = made
-        done.converted.append(Converted(name, type(module).__name__, type(made).__name__, SAME))
+        what = type(made).__name__
+        done.converted.append(Converted(name, type(module).__name__, what, SAME_IN_EVALUATION))
     model = _unwrap(put(model, new)).eval()
     _drop_residue(model)
     model.__dict__["_normlab_report"] = done
@@ -154,7 +164,7 @@ def fold_into(conv: nn.Module, source: Plain) -> None:
     if old.bias is not None:
         shift = shift + _wide(old.bias) * scale
     weight = _wide(old.weight)
-    if isinstance(conv, _TRANSPOSED):  # [in, out / groups, *kernel], the groups along the input channels
+    if isinstance(conv, TRANSPOSED):  # [in, out / groups, *kernel], the groups along the input channels
         split = weight.unflatten(0, (old.groups, -1))
         weight = (split * scale.reshape(old.groups, 1, -1, *(1,) * (weight.dim() - 2))).flatten(0, 1)
     else:
@@ -177,18 +187,23 @@ def _check_conditions(model: nn.Module, branch: str | None, label: int | None) -
         raise TypeError(f"branch is one name; got {branch!r}")
     if label is not None and (not isinstance(label, int) or isinstance(label, bool)):
         raise TypeError(f"label is one integer: the class to fold for; got {label!r}")
-    reached = frozenset().union(*(m.wants for m in model.modules() if isinstance(m, Norm)))
-    missing = [n for n, v in given.items() if v is not None and n not in reached]
+    wants = _wants(model)
+    missing = [n for n, v in given.items() if v is not None and n not in wants]
     if missing:
         raise ValueError(
             f"{type(model).__name__} has no layer that takes a {words(missing)}; fold it without"
         )
 
 
+def _wants(model: nn.Module) -> frozenset[str]:
+    """What the model's layers are conditioned on."""
+    return frozenset().union(*(m.wants for m in model.modules() if isinstance(m, Norm)))
+
+
 def _foldable(conv: Any, norm: nn.Module, source: Plain | str, rank: int | None) -> bool:
     if isinstance(source, str) or source.reason or not source.constant or hooks_of(conv) or hooks_of(norm):
         return False
-    if type_before_parametrizations(conv) in _LINEAR:
+    if type_before_parametrizations(conv) is nn.Linear:
         return conv.out_features == source.channels and (rank == 2 or (rank is None and source.dims == 1))
     return conv.out_channels == source.channels
 
@@ -250,7 +265,7 @@ class _Tracer(fx.Tracer):
 
 
 def _is_conv(module: nn.Module) -> bool:
-    return type_before_parametrizations(module) in (*_CONVS, *_TRANSPOSED, *_LINEAR)
+    return type_before_parametrizations(module) in WEIGHTED
 
 
 def _pairs(
@@ -365,7 +380,7 @@ def _run(
     model: nn.Module, arguments: tuple[Any, ...], branch: str | None, label: int | None, more: set[int]
 ) -> tuple[Any, dict[int, int]]:
     """The outputs, and the rank of what each normalization layer was given; those given more than that to ``more``."""
-    wants = frozenset().union(*(m.wants for m in model.modules() if isinstance(m, Norm)))
+    wants = _wants(model)
     given = {n: v for n, v in (("branch", branch), ("label", label)) if v is not None and n in wants}
     if wants - given.keys():
         missing = words(sorted(wants - given.keys()))

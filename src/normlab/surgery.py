@@ -66,10 +66,8 @@ TARGETS: dict[str, Target] = {
 _DIVIDES = ("num_groups", "key_size")  # options that must divide the channels, of the families below
 _DIVIDED = (layers.GroupNorm, layers.GhostBatchGroupNorm, layers.InstanceLevelMetaNorm)
 _INSTANCE = (layers.InstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_WEIGHTED = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear
-)  # fmt: skip
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+WEIGHTED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED, nn.Linear)
 _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
@@ -485,17 +483,17 @@ def _freeze(new: nn.Module, source: Plain) -> None:
 
 
 def _normalize_weights(model: nn.Module, chosen: _Chosen, done: Report) -> None:
-    for names, module in named(model, lambda m: isinstance(m, _WEIGHTED)):
+    for names, module in named(model, lambda m: isinstance(m, WEIGHTED)):
         if not chosen(names, module):
             continue
         kind = type(module).__name__
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             done.skipped.append(Skipped(names[0], kind, "not initialized yet; run one batch first"))
-        elif is_parametrized(module, "weight") or type(module) not in _WEIGHTED:
+        elif is_parametrized(module, "weight") or type(module) not in WEIGHTED:
             done.skipped.append(Skipped(names[0], kind, "parametrized already, or a subclass"))
         else:
             weight: Any = module.weight
-            weight_norm(module, dim=1 if isinstance(module, _TRANSPOSED) else 0)
+            weight_norm(module, dim=1 if isinstance(module, TRANSPOSED) else 0)
             for parameter in module.parametrizations["weight"].parameters():  # type: ignore[index, union-attr]
                 parameter.data = parameter.data.clone()  # the direction is the old weight itself
                 parameter.requires_grad_(weight.requires_grad)
