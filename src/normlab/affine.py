@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ._text import nearest
-from .engine import Coefficients, Moments, Rows, Rule, at_least_single, both
+from .engine import Coefficients, Moments, Rows, Rule, both
 from .pools import Plan, Segments, group
+from .reference import at_least_single
 
 __all__ = ["Predicted", "compose", "parse_affine", "predictor_parameters"]
 

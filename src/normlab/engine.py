@@ -238,11 +238,6 @@ def _at_once(
     return y, seen if update is None else MOVED
 
 
-def at_least_single(t: Tensor) -> Tensor:
-    """Half precision in float32; float32 and float64 as they are."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.float()
-
-
 def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
     """Mean and biased variance of every ``(sample, channel)`` slice, differentiable."""
     rows = Rows(x.shape[1])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .engine import _reduce, differentiate, must_trace
+from .reference import at_least_single
 
 __all__ = ["normalize_positions"]
 
@@ -32,7 +33,7 @@ def normalize_positions(
 
 
 def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = at_least_single(x)
     centered = wide - wide.mean(1, keepdim=True)  # not var_mean, which warns of an empty batch
     y = centered * torch.rsqrt(centered.square().mean(1, keepdim=True) + eps)
     if weight is not None:
@@ -48,7 +49,7 @@ def _place(t: Tensor, x: Tensor) -> Tensor:
 
 def _standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The standardized input and the reciprocal deviation of each position; channels last takes torch's layer norm."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = at_least_single(x)
     last = wide.movedim(1, -1)
     if last.is_contiguous():
         out, _, reciprocal = torch.native_layer_norm(last, [x.shape[1]], None, None, eps)

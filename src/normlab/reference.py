@@ -40,8 +40,9 @@ def _doubled(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+def at_least_single(t: Tensor) -> Tensor:
+    """Half precision in float32; float32 and float64 as they are."""
+    return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
 # --- views --------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def _like(t: Tensor, x: Tensor) -> Tensor:
 
 def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every row, ``[N, R]`` each, in float32 or float64."""
-    wide = _wide(x)
+    wide = at_least_single(x)
     if rows.cuts:
         flat = wide.reshape(x.shape[0], rows.cuts[-1])
         size = rows.size(prod(x.shape[2:]), x.device)
@@ -123,13 +124,13 @@ def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 def plain_apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
     center, scale, shift = coefficients
     if rows.cuts:
-        wide = _wide(x).reshape(x.shape[0], rows.cuts[-1])
+        wide = at_least_single(x).reshape(x.shape[0], rows.cuts[-1])
         expand = lambda t: _spread(t, rows)  # noqa: E731
     elif rows.parts == 1:  # on x's own shape, so that compilers keep its layout
-        wide = _wide(x)
+        wide = at_least_single(x)
         expand = lambda t: t.reshape(t.shape + (1,) * (x.dim() - 2))  # noqa: E731
     else:
-        wide = _rows_view(_wide(x), rows)
+        wide = _rows_view(at_least_single(x), rows)
         expand = lambda t: t.unsqueeze(-1)  # noqa: E731
     y = (wide - expand(center).to(wide.dtype)) * expand(scale).to(wide.dtype)
     if shift is not None:
@@ -152,12 +153,12 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
     view, last = _view(x, rows)
     of_rows = _moments_last if last else _moments_rows
     if x.device.type != "cpu":
-        mean, deviation = of_rows(_wide(view))
+        mean, deviation = of_rows(at_least_single(view))
     else:
-        mean, deviation = _joined([of_rows(_wide(v)) for v in _chunks(view)])
+        mean, deviation = _joined([of_rows(at_least_single(v)) for v in _chunks(view)])
         if x.dtype != torch.float64 and largest(mean / deviation) > FAR:
             parts = zip(_chunks(view), _chunks(mean, view), strict=True)
-            offset, deviation = _joined([of_rows(_wide(v) - m.unsqueeze(2)) for v, m in parts])
+            offset, deviation = _joined([of_rows(at_least_single(v) - m.unsqueeze(2)) for v, m in parts])
             mean, deviation = mean.double() + offset, deviation.double()
     var = deviation.square()
     if last and rows.parts > 1:
@@ -249,7 +250,7 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
     """Subtract first: the difference is exact, and what rounding the center lost is carried by the shift."""
     near = center.to(torch.promote_types(x.dtype, torch.float32))
     carried = (near - center) * scale if shift is None else torch.addcmul(shift, near - center, scale)
-    view, last = _view(_wide(x), rows)
+    view, last = _view(at_least_single(x), rows)
     place = (lambda t: _to_last(t, rows)) if last else (lambda t: t.unsqueeze(-1))
     y = view - place(near)
     y.mul_(place(scale.to(y.dtype))).add_(place(carried.to(y.dtype)))
@@ -318,16 +319,16 @@ def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Ten
         view_dy, place = _last_view(dy, rows).contiguous(), _to_last(near, rows)
         found: list[tuple[Tensor, Tensor]] = []
         if _one_by_one(view):
-            return _sums_one_by_one(_wide(view), _wide(view_dy), near, center, rows)
+            return _sums_one_by_one(at_least_single(view), at_least_single(view_dy), near, center, rows)
         step = n if x.device.type != "cpu" else _step(view)
         for i in range(0, n, step):
             part = slice(i, i + step)
-            g = _wide(view_dy[part])
-            product = (_wide(view[part]) - (place if place.shape[0] == 1 else place[part])).mul_(g)
+            g = at_least_single(view_dy[part])
+            product = (at_least_single(view[part]) - (place if place.shape[0] == 1 else place[part])).mul_(g)
             found.append((_column_sums(g), _column_sums(product)))
         total, dot = (_of_last(t, rows) for t in _joined(found))
     else:
-        view, view_dy = _wide(view), _wide(_rows_view(dy, rows))
+        view, view_dy = at_least_single(view), at_least_single(_rows_view(dy, rows))
         at_rows = near.expand(n, rows.number)
         if x.device.type == "cpu":
             r, s = view.shape[1:]

@@ -17,8 +17,9 @@ from torch.nn.functional import one_hot
 
 from . import pools as _pools
 from .distributed import gather_statistics
-from .engine import Coefficients, Moments, Rule, at_least_single
+from .engine import Coefficients, Moments, Rule
 from .pools import Plan, Pool, Pooled, parse_pool
+from .reference import at_least_single
 from .running import Track
 from .sparse import sparsestmax
 
