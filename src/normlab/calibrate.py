@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .distributed import gather_statistics, sum_over_ranks
 from .layers.base import Norm
 from .pools import Pooled, Segments
+from .reference import widest
 from .running import Policy
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Observer:
         for names, pooled, s in zip(layer._buffers_of, seen, segments, strict=True):
             if names is None or pooled is None:
                 continue
-            dtype = _widest(pooled.mean)
+            dtype = widest(pooled.mean.device)
             mean, var = pooled.mean.detach().to(dtype), pooled.var.detach().to(dtype)
             count = torch.as_tensor(pooled.count, device=mean.device).detach().to(dtype).expand_as(mean)
             of = s.branch
@@ -64,10 +65,6 @@ class Observer:
             present = mean.new_zeros(branches).index_add(0, of, count.sum(1)) > 0
         if present is not None:
             self.batches = present.long() if self.batches is None else self.batches + present
-
-
-def _widest(t: Tensor) -> torch.dtype:
-    return torch.float32 if t.device.type == "mps" else torch.float64
 
 
 def _place(t: Tensor, row: Tensor, branches: int) -> Tensor:  # [1, G] to [branches, G], zero elsewhere
@@ -177,7 +174,7 @@ def _write(layer: Norm, observer: Observer, group: ProcessGroup | None) -> None:
         stored_mean, stored_var = (layer.get_buffer(n) for n in names)
         total = observer.totals.get(names[0])
         if total is None:  # nothing here; other ranks may have seen something
-            nothing = stored_mean.new_zeros(stored_mean.shape, dtype=_widest(stored_mean))
+            nothing = stored_mean.new_zeros(stored_mean.shape, dtype=widest(stored_mean.device))
             total = (nothing.reshape(max(counter.numel(), 1), -1),) * 3
         mean, var, count = total
         if group is not None:

@@ -35,9 +35,9 @@ _CHUNK = 1 << 20  # elements worked on at a time on the CPU, where a pass needs 
 _TINY = 1e-30  # keeps the deviation of a constant row from being zero
 
 
-def _doubled(x: Tensor) -> torch.dtype:
-    """The dtype of everything on ``[N, R]`` where float32 would lose digits."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype of everything on ``[N, R]``, and of sums, where float32 would lose digits."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def at_least_single(t: Tensor) -> Tensor:
@@ -146,9 +146,9 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
     if not x.numel():
         return x.new_zeros((2, x.shape[0], rows.number), dtype=torch.promote_types(x.dtype, torch.float32))
     if rows.cuts:
-        return torch.stack(plain_moments(x.to(_doubled(x)), rows))
+        return torch.stack(plain_moments(x.to(widest(x.device)), rows))
     if prod(x.shape[2:]) == rows.parts:  # one element a row
-        mean = x.reshape(x.shape[0], rows.number).to(_doubled(x))
+        mean = x.reshape(x.shape[0], rows.number).to(widest(x.device))
         return torch.stack((mean, torch.zeros_like(mean)))
     view, last = _view(x, rows)
     of_rows = _moments_last if last else _moments_rows

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import calibrate, fuse, importance, route
 from ..backend import backend
 from ..layers import Norm
+from ..reference import widest
 from .errors import LabError
 from .ranks import ALONE, Ranks, Share
 from .recipes import Batch, Context, Phase, Recipe
@@ -279,8 +280,8 @@ class _Trainer:
         for name, value in values.items():
             name = name if len(self.phases) == 1 else f"{phase.name}_{name}"
             if name not in self.sums:
-                exact = torch.float32 if self.ctx.device.type == "mps" else torch.float64
-                self.sums[name] = torch.zeros((), device=self.ctx.device, dtype=exact)
+                device = self.ctx.device
+                self.sums[name] = torch.zeros((), device=device, dtype=widest(device))
             if images:  # a mean over none is not a number
                 self.sums[name] += value.detach() * images
 

@@ -10,6 +10,7 @@ from ... import fixup_parameters, set_radius
 from ..._text import words
 from ...fixup import Bias, Scale
 from ...layers import SparseSwitchNorm
+from ...reference import widest
 from ..errors import LabError
 from ..mixing import branches_of
 from . import Batch, Context, Phase, Recipe
@@ -33,9 +34,7 @@ class Classify(Recipe):
         from ..data import pixels
 
         x, y = ctx.data.test
-        sums = torch.zeros(
-            2, device=ctx.device, dtype=torch.float32 if ctx.device.type == "mps" else torch.float64
-        )
+        sums = torch.zeros(2, device=ctx.device, dtype=widest(ctx.device))
         for images, labels in zip(x.split(_TEST_BATCH), y.split(_TEST_BATCH), strict=True):
             logits = model(pixels(images)).float()
             correct = (logits.argmax(1) == labels).sum()
