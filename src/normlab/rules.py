@@ -354,7 +354,7 @@ class Mixture(Statistics):
     def weights(self, p: Mapping[str, Tensor]) -> Tensor:  # [2, K] or [2, K, groups]
         """The importance weights of means and of variances."""
         if self.weighting == "sparsestmax":
-            return sparsestmax(torch.stack((p["mean_weight"], p["var_weight"])), p["radius"], dim=1)
+            return _sparsest(p["mean_weight"], p["var_weight"], p["radius"])
         return _softmax(p["mean_weight"], p["var_weight"])
 
     def importance(self, p: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
