@@ -96,6 +96,11 @@ def check_groups(channels: int, groups: int, what: str) -> None:
         )
 
 
+def largest_divisor(channels: int, most: int) -> int:
+    """The largest number of equal groups of ``channels`` that is at most ``most``."""
+    return next(d for d in range(min(most, channels), 0, -1) if channels % d == 0)
+
+
 instance = Pool("channel", False)
 layer = Pool("group", False, 1)
 batch = Pool("channel", True)

@@ -28,6 +28,7 @@ from ._text import nearest, words
 from .keep import NEW, SAME, take_over
 from .layers import Norm
 from .plain import Plain, hooks_of, is_norm, read
+from .pools import largest_divisor
 from .rules import Kalman
 
 __all__ = ["TARGETS", "Converted", "NormAct", "Report", "Skipped", "Target", "convert", "report", "undo"]
@@ -72,6 +73,11 @@ _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
+
+
+def family(name: str, options: Mapping[str, Any]) -> type[nn.Module]:
+    """The layers that a target stands for with these options."""
+    return layers.GhostBatchGroupNorm if name == "ghost" and "num_groups" in options else TARGETS[name].layer
 
 
 class Converted(NamedTuple):
@@ -371,9 +377,8 @@ class _Maker:
         if isinstance(to, str):
             if to not in TARGETS:
                 raise ValueError(f"there is no target {to!r}; {nearest(to, TARGETS)}")
-            self.make, self.defaults, required = TARGETS[to]
-            if to == "ghost" and "num_groups" in options:
-                self.make = layers.GhostBatchGroupNorm
+            _, self.defaults, required = TARGETS[to]
+            self.make = family(to, options)
             for name in required:
                 if options.get(name) is None:
                     raise ValueError(f"{to!r} needs {name}=...: convert(model, {to!r}, {name}=...)")
@@ -437,8 +442,7 @@ class _Maker:
             for name in _DIVIDES:
                 wanted = options.get(name)
                 if isinstance(wanted, int) and wanted > 0 and source.channels % wanted:
-                    fits = (d for d in range(min(wanted, source.channels), 0, -1) if source.channels % d == 0)
-                    options[name] = next(fits)
+                    options[name] = largest_divisor(source.channels, wanted)
                     notes.append(
                         f"{name}={wanted} does not divide {source.channels} channels: {options[name]} there"
                     )

@@ -12,8 +12,8 @@ from torch import nn
 
 from .. import layers
 from .._text import nearest
-from ..pools import POOLS
-from ..surgery import TARGETS
+from ..pools import POOLS, largest_divisor
+from ..surgery import TARGETS, family
 from .errors import LabError
 
 __all__ = ["NAMES", "NormSpec", "parse_norm", "parse_norms"]
@@ -165,33 +165,29 @@ def _known(name: str, options: dict[Any, Any]) -> list[str]:
         return ["statistics", "affine", "branches", "ghost", "eps", "momentum", "init_std", "act"]
     if name in ("none", "weight", "fixup"):
         return ["final_norm"] if name == "fixup" else []
-    make = nn.BatchNorm2d if name == "torch" else _family(name, options)
+    make = nn.BatchNorm2d if name == "torch" else family(name, options)
     return [p for p in inspect.signature(make).parameters if p not in _NOT_OPTIONS]
 
 
-def _family(name: str, options: dict[Any, Any]) -> type[nn.Module]:
-    return layers.GhostBatchGroupNorm if name == "ghost" and "num_groups" in options else TARGETS[name].layer
-
-
 def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.Module:
-    family = _family(name, options)
-    takes = inspect.signature(family).parameters
-    if dims == 1 and family in (layers.InstanceNorm, layers.InstanceLevelMetaNorm):
+    kind = family(name, options)
+    takes = inspect.signature(kind).parameters
+    if dims == 1 and kind in (layers.InstanceNorm, layers.InstanceLevelMetaNorm):
         raise ValueError(
             "one value a sample and channel has no statistics; use layer, group or batch in an MLP"
         )
-    if family is layers.GroupNorm:
+    if kind is layers.GroupNorm:
         options.setdefault("num_groups", max(1, min(_MOST_GROUPS, channels // 2)))
     options = {**TARGETS[name].options, **options}
     if "affine" in takes:  # torch's instance norm has none, which would make comparisons unfair
         options.setdefault("affine", True)
-    if family is layers.BatchGroupNorm:
+    if kind is layers.BatchGroupNorm:
         groups = channels if options["num_groups"] is None else options["num_groups"]
         options["num_groups"] = min(groups, channels) if dims == 1 else groups
     for key in ("num_groups", "key_size"):
-        if family is not layers.BatchGroupNorm and isinstance(options.get(key), int) and options[key] > 0:
-            options[key] = _divisor(channels, options[key])
-    make: Any = getattr(layers, f"{family.__name__}{dims}d")
+        if kind is not layers.BatchGroupNorm and isinstance(options.get(key), int) and options[key] > 0:
+            options[key] = largest_divisor(channels, options[key])
+    make: Any = getattr(layers, f"{kind.__name__}{dims}d")
     return make(**{"num_channels" if "num_channels" in takes else "num_features": channels}, **options)
 
 
@@ -207,8 +203,3 @@ def _separated(channels: int, dims: int, statistics: Any = "batch", **options: A
         named = _STATISTICS.get(name, name)
         statistics = f"{named}{bracket}{rest}" if isinstance(named, str) else named
     return make(channels, statistics, **{"affine": "branch", "branches": ("main", "aux"), **options})
-
-
-def _divisor(channels: int, most: int) -> int:
-    """The largest divisor of ``channels`` that is at most ``most``."""
-    return next(d for d in range(min(most, channels), 0, -1) if channels % d == 0)
