@@ -26,7 +26,7 @@ from ..state import no_update
 from .errors import LabError
 from .seeds import draw
 
-__all__ = ["Attack", "Units", "as_found", "bim", "fgsm", "pgd", "shown", "standard_deviation"]
+__all__ = ["KINDS", "Attack", "Units", "as_found", "bim", "fgsm", "pgd", "shown", "standard_deviation"]
 
 Units = Literal["pixels", "standardised"]
 Ball = Literal["linf", "l2"]
@@ -248,6 +248,9 @@ def bim(eps: float, *, units: Units, norm: Ball = "linf", steps: int = 20, **opt
 def pgd(eps: float, *, units: Units, norm: Ball = "linf", steps: int = 20, **options: Any) -> Attack:
     """Projected gradient descent: from a random point of the ball, by default in steps of ``2.5 * eps / steps``."""
     return _attack("pgd", eps, units, norm, {"steps": steps, "random_start": True, **options})
+
+
+KINDS = {"fgsm": fgsm, "bim": bim, "pgd": pgd}
 
 
 def _attack(kind: str, eps: float, units: Units, norm: Ball, options: dict[str, Any]) -> Attack:

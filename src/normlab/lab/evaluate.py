@@ -23,7 +23,7 @@ from torch import nn
 
 from .._text import nearest, words
 from ..routing import current
-from .attacks import Ball, shown
+from .attacks import KINDS, Ball, shown
 from .errors import LabError
 from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions
 from .mixing import pair_of
@@ -97,7 +97,7 @@ class Measurement:
         """Say what does not fit the data or the branches of the model, before a network is trained for it."""
         arguments = self.arguments(data)
         kind, _, norm = self.kind.removesuffix("-curve").partition("-")
-        if kind in ("fgsm", "bim", "pgd"):
+        if kind in KINDS:
             eps = arguments["eps"] if isinstance(arguments["eps"], tuple) else (arguments["eps"],)
             attack = attack_of(kind, cast(Ball, norm or "linf"), arguments, max(eps))
             attack.check_radius((1.0,) if attack.units == "pixels" else data.std, data.test.x[0].numel())
@@ -302,7 +302,7 @@ def _check(found: Measurement, given: Arguments) -> None:
     if found.kind in ("corruptions", "between-corruptions") and "names" in given:
         open_corruptions(cast("Data", None), dict(given))
     kind, _, norm = found.kind.removesuffix("-curve").partition("-")
-    if kind in ("fgsm", "bim", "pgd"):
+    if kind in KINDS:
         eps = given.get("eps", 0.0)
         full = {"units": "standardised", **({} if kind == "fgsm" else {"steps": 20})} | given
         for one in eps if isinstance(eps, tuple) else (eps,):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._text import nearest, words
-from .attacks import Attack, Ball, Units, as_found, bim, fgsm, pgd, shown, standard_deviation
+from .attacks import KINDS, Attack, Ball, Units, as_found, shown, standard_deviation
 from .data import augment, pixels, resize
 from .errors import LabError
 from .mixing import pair_of
@@ -199,9 +199,7 @@ def attack_of(kind: str, norm: Ball, arguments: Arguments, eps: float) -> Attack
     }
     options["step"] = step(eps) if callable(step) else step
     options["targeted"] = "target" in arguments
-    return {"fgsm": fgsm, "bim": bim, "pgd": pgd}[kind](
-        eps, units=cast(Units, arguments["units"]), norm=norm, **options
-    )
+    return KINDS[kind](eps, units=cast(Units, arguments["units"]), norm=norm, **options)
 
 
 def _attacked(subject: Subject, attack: Attack, target: str | int | None) -> Change:

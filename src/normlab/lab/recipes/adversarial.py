@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import nearest
-from ..attacks import Attack, bim, fgsm, pgd
+from ..attacks import KINDS, Attack
 from ..errors import LabError
 from ..predict import Score, score_under
 from ..seeds import generator
@@ -22,9 +22,8 @@ from ..texts import flag, one_of, step, within
 from . import Batch, Context, Phase, arguments
 from .classify import Classify
 
-__all__ = ["KINDS", "Adversarial", "Adversary", "attacked_score", "make", "parse_adversary"]
+__all__ = ["Adversarial", "Adversary", "attacked_score", "make", "parse_adversary"]
 
-KINDS = {"fgsm": fgsm, "bim": bim, "pgd": pgd}
 _TESTED = 1000  # test images attacked after each epoch: enough to follow a training by
 
 

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from ..._text import words
 from ...routing import route
+from ..attacks import KINDS
 from ..errors import LabError
 from ..mixing import branches_of
 from ..texts import flag, one_of
 from . import Batch, Context, Phase
-from .adversarial import KINDS, Adversary, attacked_score, parse_adversary
+from .adversarial import Adversary, attacked_score, parse_adversary
 from .classify import Classify
 from .makers import Maker, Part, cross_entropy, made, parse_maker
 
