@@ -140,4 +140,5 @@ def read_results(folder: str | Path) -> Results:
 
 
 def plain(value: Any) -> str:
+    """A setting's value as sentences and tables have it."""
     return f"{value:g}" if isinstance(value, float) else str(value)

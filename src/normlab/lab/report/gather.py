@@ -11,6 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ..measurements import mean_of
+from ..results import plain
 from .palette import look_of_norms
 from .view import (
     Cell,
@@ -125,15 +126,11 @@ def label_of(values: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """``batch``, ``batch, batch size 32``: the norm says itself, the others say their name."""
     if not values:
         return str(settings.get("norm", "all runs"))
-    return ", ".join(str(v) if k in FIRST else f"{words_of(k)} {number(v)}" for k, v in values.items())
+    return ", ".join(str(v) if k in FIRST else f"{words_of(k)} {plain(v)}" for k, v in values.items())
 
 
 def words_of(name: str) -> str:
     return name.replace("_", " ")
-
-
-def number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # ------------------------------------------------------------------------------------------------------ records
@@ -318,7 +315,7 @@ def branch_of(record: Mapping[str, Any]) -> str:
     """Which branch was measured, or what of both."""
     given = record.get("arguments") or {}
     if "mix" in given:
-        return f"{given.get('of', 'probabilities')} mixed by {number(given['mix'])}"
+        return f"{given.get('of', 'probabilities')} mixed by {plain(given['mix'])}"
     return f"branch {record['branch']}" if "branch" in record else "one branch"
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._text import words
+from ..results import plain
 from . import figures as draw
-from .gather import gather, number, words_of
+from .gather import gather, words_of
 from .palette import COLOURS
 from .view import Cell, Comparison, ComparisonRow, Config, Curve, View
 from .words import decimals, reading, show, signed
@@ -170,7 +171,7 @@ def asked(view: View, results: Results | None) -> str:
     if not view.configs:
         return ""
     axes = [
-        f"{words_of(k)} {', '.join(number(v) for v in values)}"
+        f"{words_of(k)} {', '.join(plain(v) for v in values)}"
         for k, values in view.axes.items()
         if k != "norm"
     ]
@@ -229,7 +230,7 @@ def value_text(value: Any) -> str:
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{k} = {v}" for k, v in value.items()) or "none"
-    return number(value)
+    return plain(value)
 
 
 # ------------------------------------------------------------------------------------------------------ repetition

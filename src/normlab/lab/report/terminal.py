@@ -6,7 +6,8 @@ import csv as csv_
 import io
 from typing import TYPE_CHECKING
 
-from .gather import gather, number
+from ..results import plain
+from .gather import gather
 from .view import Column, View
 from .words import decimals, reading, show
 
@@ -99,7 +100,7 @@ def csv(results: Results | None) -> str:
         for column in view.columns:
             c = column.cells.get(config.label)
             if c:
-                values = [number(v) for v in config.values.values()]
+                values = [plain(v) for v in config.values.values()]
                 error = "" if c.error is None else repr(c.error)
                 writer.writerow([config.label, *values, column.title, column.unit, c.n, repr(c.mean), error])
     return text.getvalue()
