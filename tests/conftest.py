@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():  # before the kernels are defined: they then run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,3 +23,30 @@ def seeded() -> Iterator[None]:
         yield
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For small networks, whose threads only wait for each other, and for the tests beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def read_once() -> Iterator[None]:
+    """Embedded data sets are read once, not for each run."""
+    from normlab.lab import data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "_read", cache(data._read))
+        yield
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A default process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -73,13 +73,7 @@ GHOSTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the ranks have; for networks of this size more only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 
 def data(n=44, side=4):

@@ -1,6 +1,5 @@
 """Reproductions: the paper's figures are consistent with its text, and every entry runs end to end at a tiny scale."""
 
-import functools
 import json
 import math
 from dataclasses import replace
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from normlab.lab import data as data_sets
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.models import Classifier, Standardize
@@ -23,15 +21,7 @@ ENTRIES = {n: e for n, e in reproduce.entries().items() if n.startswith("vulnera
 WITH_PAGE = ("vulnerability-table3", "vulnerability-table12", "vulnerability-fig2", "vulnerability-fig5")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """Small nets are slower on two threads, and tests run side by side; embedded data are read once, not for each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("normlab.lab.data._read", functools.cache(data_sets._read))
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread", "read_once")
 
 
 # --- the paper's figures --------------------------------------------------------------------------------------------

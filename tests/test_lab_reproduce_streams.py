@@ -1,13 +1,10 @@
 """Reproductions with two streams, adversarial training and batch sizes: the papers' figures, and every entry runs."""
 
-import functools
 import json
 import math
 
 import pytest
-import torch
 
-from normlab.lab import data as data_sets
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.norms import parse_norm
@@ -24,14 +21,7 @@ OTHERS = ("weak-augment-", "sandwich-table", "batch-group-table", "switchable-ta
 ENTRIES = {name: entry for name, entry in reproduce.entries().items() if name.startswith(OTHERS)}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("normlab.lab.data._read", functools.cache(data_sets._read))
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread", "read_once")
 
 
 # The papers' figures -------------------------------------------------------------------------------------------------

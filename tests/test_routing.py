@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -315,13 +314,6 @@ def test_checkpointing_without_the_route_names_the_remedy(x):
         y = checkpoint(model, x.requires_grad_(), use_reentrant=False)
     with pytest.raises(ValueError, match=r"context_fn=normlab\.keep_route"):
         y.sum().backward()
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_model_under_ddp_is_routed_as_any_other(x, one_process):

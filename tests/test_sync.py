@@ -390,13 +390,6 @@ def test_empty_loaders_are_refused_on_every_rank(ranks):
 # Errors, and one process.
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_torch_distributed_must_be_initialized():
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="init_process_group first"):
