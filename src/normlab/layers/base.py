@@ -80,7 +80,7 @@ class Norm(nn.Module):
         num_features: the number of channels C.
         statistics: which slices share a mean and a variance: ``"batch"``, ``"instance"``, ``"layer"``,
             ``"group(32)"``, ``"batch_group(512)"``, several of them (a learned mixture), ``"modes(2)"``, ``"renorm"``,
-            or a :class:`normlab.Statistics` of your own.
+            ``"positional"``, or a :class:`normlab.Statistics` of your own.
         affine: what follows: ``"none"``, ``"shared"``, ``"class"``, ``"branch"``, ``"sandwich"``, ``"style"``,
             ``"sandwich_style"``, ``"predicted"``, or a sequence of terms. ``True`` and ``False`` as in ``torch.nn``.
         num_classes: how many classes, for affine maps that have one for each.
