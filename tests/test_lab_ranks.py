@@ -8,19 +8,15 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 from torch.testing import assert_close
 
 from normlab.lab import Data, Images, LabError, Settings, build, fit, train
@@ -29,6 +25,7 @@ from normlab.lab.ranks import ALONE, Ranks, joined
 from normlab.lab.recipes import Phase
 from normlab.lab.recipes.classify import Classify
 from normlab.lab.torchrun import lead
+from processes import filled_once, join, run_ranks
 
 BASE = Settings(model="mlp", norm="layer", depth=2, width=8, epochs=3, batch_size=8, lr=0.05)
 PGD = "eps=0.1, units=pixels, steps=2, norm=l2"
@@ -152,10 +149,7 @@ def error_of(call) -> str:
 
 
 def work(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )  # fmt: skip
+    join(rank, world, folder)
     home = Path(folder)
     seen: dict[Any, Any] = {}
     with joined() as ranks:
@@ -181,36 +175,16 @@ def work(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def run_ranks(folder: Path) -> None:
-    with Stop():
-        resumed(folder / "one", ALONE)
-    processes = spawn(work, (2, str(folder)), nprocs=2, join=False)
-    assert processes is not None
-    deadline = time.monotonic() + 120
-    while not processes.join(1):
-        if time.monotonic() > deadline:
-            for identifier in processes.pids():
-                os.kill(identifier, signal.SIGKILL)
-            pytest.fail("the processes wait for each other")
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> list[dict[Any, Any]]:
-    """What each of two processes saw. Workers of pytest-xdist share it: the first to come runs the processes."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    folder, done = shared / "lab-ranks", shared / "lab-ranks" / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 150
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-    else:
-        try:
-            run_ranks(folder)
-        finally:
-            done.touch()
+    """What each of two processes saw."""
+
+    def run(folder: Path) -> None:
+        with Stop():
+            resumed(folder / "one", ALONE)
+        run_ranks(work, 2, folder)
+
+    folder = filled_once(tmp_path_factory, "lab-ranks", run)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) | {"folder": folder} for rank in range(2)]
 
 

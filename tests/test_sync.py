@@ -5,11 +5,8 @@ compare that with one process.
 """
 
 import os
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import normlab
 from normlab import sync, unsync
+from processes import filled_once, join, run_ranks
 
 BRANCHES = ("main", "aux")
 STEPS = 3
@@ -226,11 +223,7 @@ def guarded_buffers(bad: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def work(rank: int, ranks: int, folder: str) -> None:
     """Everything one process does."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
+    join(rank, ranks, folder)
     seen: dict[Any, Any] = {}
     for sizes in SPLITS[ranks]:
         start = sum(sizes[:rank])
@@ -259,36 +252,11 @@ def work(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def run_ranks(number: int, folder: Path) -> None:
-    processes = spawn(work, (number, str(folder)), nprocs=number, join=False)
-    assert processes is not None
-    deadline = time.monotonic() + 120
-    while not processes.join(1):
-        if time.monotonic() > deadline:
-            for identifier in processes.pids():
-                os.kill(identifier, signal.SIGKILL)
-            pytest.fail("the processes wait for each other")
-
-
 @pytest.fixture(scope="module", params=[2, 3], ids=["two ranks", "three ranks"])
 def ranks(request, tmp_path_factory) -> list[dict[Any, Any]]:
-    """What each process saw. Workers of pytest-xdist share it: the first to come runs the processes."""
+    """What each process saw."""
     number: int = request.param
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    folder = shared / f"ranks{number}"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 150
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-    else:
-        try:
-            run_ranks(number, folder)
-        finally:
-            done.touch()
+    folder = filled_once(tmp_path_factory, f"ranks{number}", lambda folder: run_ranks(work, number, folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(number)]
 
 
