@@ -31,7 +31,7 @@ BRANCHES = ("main", "aux", "third")
 CLASSES = 5
 SAMPLES = 6
 SPACES: dict[str, tuple[int, ...]] = {"flat": (), "1d": (9,), "2d": (5, 4), "3d": (3, 2, 5)}
-EPS, MOMENTUM = 1e-5, 0.1
+EPS = 1e-5
 
 Values = Mapping[str, Tensor]  # parameters and buffers, by name
 Given = Mapping[str, Any]  # label, branch, style, prior

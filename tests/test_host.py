@@ -31,7 +31,6 @@ from normlab import fused, sized, whole_kernels
 from normlab.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Grads = tuple[Tensor | None, ...]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -104,11 +104,6 @@ def rgb(h, s, v):
     return colorsys.hsv_to_rgb(h, s, v)
 
 
-def reflected(i: int, n: int) -> int:  # c b | a b c
-    period = 2 * n - 2
-    return min(i % period, period - i % period)
-
-
 @pytest.mark.parametrize("border", ["nearest", "reflect", "mirror"])
 def test_borders(border):
     padding: dict[str, Any] = {"nearest": "edge", "reflect": "symmetric", "mirror": "reflect"}
