@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from .._text import nearest, words
 from .errors import LabError
 from .grid import Study, measurements_of, names_of
+from .report.view import cell
 from .settings import Settings
 from .store import read_lines
 
@@ -66,9 +65,9 @@ class Results:
         rows = []
         for pairs in groups.values():
             values = tuple(v for _, v in pairs)
-            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+            mean, error, n = cell(values)
             first = pairs[0][0].settings
-            rows.append(Row(first, self.label(first), len(values), statistics.fmean(values), error, values))
+            rows.append(Row(first, self.label(first), n, mean, error, values))
         return rows
 
     def label(self, settings: Settings) -> str:
