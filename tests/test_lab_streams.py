@@ -587,7 +587,7 @@ def test_bad_mixing_is_refused_in_a_sentence(data):
         model(x)
     with pytest.raises(LabError, match="of says what of two branches is mixed"):
         parse("clean(of=coefficients)")
-    with pytest.raises(LabError, match="goes from main to aux"):
+    with pytest.raises(LabError, match="goes from branch to branch"):
         parse("between(branch=aux)")
     own = convert(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), "auxiliary", branches=("a", "b"))
     with pytest.raises(LabError, match="differ in their branches"):

@@ -248,8 +248,8 @@ def parse(text: str) -> Measurement:
 
     Numbers may be fractions; ``step`` may be ``eps/10``; a list is ``[0.01, 0.03]``. Every measurement also takes ``n``
     (the first n test images, each class as frequent as in the whole), ``top`` (5: the class is among the five highest),
-    ``samples`` (how many pictures to keep), ``branch``, and ``mix`` (a weight between the branches main and aux; ``of``
-    says of what: probabilities, logits or coefficients).
+    ``samples`` (how many pictures to keep), ``branch``, and ``mix`` (a weight between two branches, main and aux where
+    the model has those; ``of`` says of what: probabilities, logits or coefficients).
     """
     name, bracket, rest = text.strip().partition("(")
     name = name.strip()
@@ -288,16 +288,14 @@ def parse(text: str) -> Measurement:
 def _check(found: Measurement, given: Arguments) -> None:
     """What can be known to be wrong without the data."""
     if "mix" in given and "branch" in given:
-        raise LabError(
-            f"{found.name}: mix and branch exclude each other; mix is between the branches main and aux"
-        )
+        raise LabError(f"{found.name}: mix and branch exclude each other; mix is between two branches")
     if "of" in given and "mix" not in given and not found.kind.startswith("between"):
         raise LabError(
             f"{found.name}: of says what of two branches is mixed and needs mix=..., such as mix=0.5"
         )
     if found.kind.startswith("between") and ("mix" in given or "branch" in given):
         raise LabError(
-            f"{found.name}: {found.kind} goes from main to aux; mix and branch are for other measurements"
+            f"{found.name}: {found.kind} goes from branch to branch; mix and branch are for other measurements"
         )
     if found.kind in ("corruptions", "between-corruptions") and "names" in given:
         open_corruptions(cast("Data", None), dict(given))

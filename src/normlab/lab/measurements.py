@@ -522,11 +522,11 @@ MEASUREMENTS: dict[str, Kind] = {
         lambda a: f"augmented by {a.get('augmentation', 'crops and mirror images')}", lambda a: 2, _affinity,
     ),
     "between": Kind(
-        "accuracy against the weight of aux, from main alone to aux alone; of=coefficients mixes in one forward pass",
+        "accuracy against the weight of the second of two branches, 0 to 1; of=coefficients mixes in one forward pass",
         ("weights", "of"), _open_between, _title_between, lambda a: 1, _between,
     ),
     "between-corruptions": Kind(
-        "mean error on corrupted images against the weight of aux",
+        "mean error on corrupted images against the weight of the second of two branches",
         ("weights", "of", "names", "severities"), _open_between_corruptions,
         lambda a: f"{_title_between(a)}, {_title_corruptions(a)}", lambda a: len(a["names"]) * len(a["severities"]),
         _between_corruptions,
