@@ -232,9 +232,7 @@ def _pool_of(layer: Norm) -> tuple[int | None, bool, str]:
         return (0, True, "") if statistics.number == 1 else (None, False, "gates samples into modes")
     if isinstance(statistics, Mixture):
         with torch.no_grad():
-            weights = statistics.weights(
-                {n: getattr(layer, n) for n in layer._learned}
-            )  # [2, K] or [2, K, groups]
+            weights = statistics.weights(layer._learned_values())  # [2, K] or [2, K, groups]
             if weights.device.type == "meta":
                 return None, False, "has no values to see which pool it chose"
             best, at = weights.flatten(2).max(1) if weights.dim() > 2 else weights.max(1)

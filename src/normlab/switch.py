@@ -37,7 +37,7 @@ def importance(model: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
     A :class:`normlab.Norm` whose statistics are a mixture is one, with whatever affine map and branches.
     """
     return {
-        name: layer.statistics.importance({n: getattr(layer, n) for n in layer._learned})
+        name: layer.statistics.importance(layer._learned_values())
         for name, layer in model.named_modules()
         if isinstance(layer, Norm) and isinstance(layer.statistics, Mixture)
     }

@@ -137,7 +137,7 @@ def _at_once(layer: Norm, x: Tensor, places: Sequence[int], weight: float) -> Te
         ]
         return _between(found[0], found[1], weight)
 
-    tensors = layer.statistics.tensors({n: getattr(layer, n) for n in layer._learned})
+    tensors = layer.statistics.tensors(layer._learned_values())
     if any(getattr(r, "reads_moments", True) for r in rules):
         return normalize(x, rule, tensors, rows=rows)[0]
     # Running statistics alone: the coefficients are known before x is looked at.

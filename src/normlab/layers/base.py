@@ -415,7 +415,7 @@ class Norm(nn.Module):
             check_counts(self, x, spatial, segments)
         self._check_run_shape(x, live_batch)
         rule = self.statistics.rule(self._sources(plans, rows, branch, live_batch))
-        tensors = (*self.statistics.tensors({n: getattr(self, n) for n in self._learned}), *extra)
+        tensors = (*self.statistics.tensors(self._learned_values()), *extra)
         weight, bias = self._affine(label, branch, style, x)
         if self._predictor:
             rule = Predicted(rule, rows, self.key_size)
@@ -431,6 +431,10 @@ class Norm(nn.Module):
         elif live_batch and (x.shape[0] or self.process_group is not None):
             self._observe(seen, segments, x)
         return y
+
+    def _learned_values(self) -> dict[str, Tensor]:
+        """What the statistics have learned, by name; parametrized, where it is."""
+        return {n: getattr(self, n) for n in self._learned}
 
     def _uses_batch(self) -> bool:
         """Whether pools over the batch take the batch's statistics now."""

@@ -216,7 +216,7 @@ class SwitchNorm(Norm):
     def importance(self) -> dict[str, tuple[float, float]]:
         """The weight of each pool in the mean and in the variance; averaged over groups of weights."""
         assert isinstance(self.statistics, Mixture)
-        return self.statistics.importance({n: getattr(self, n) for n in self._learned})
+        return self.statistics.importance(self._learned_values())
 
     @torch.no_grad()
     def harden(self) -> None:
@@ -245,7 +245,7 @@ class SparseSwitchNorm(SwitchNorm):
             raise ValueError(f"radius is {radius}; it is the share of training done, between 0 and 1")
         assert isinstance(self.statistics, Mixture)
         self.radius.fill_(radius)  # type: ignore[union-attr]
-        weights = self.statistics.weights({n: getattr(self, n) for n in self._learned})
+        weights = self.statistics.weights(self._learned_values())
         for name, w in zip(("mean_weight", "var_weight"), weights, strict=True):
             logits = getattr(self, name)
             if logits.requires_grad and bool((w.amax(0) > 1 - 1e-6).all()):
