@@ -214,11 +214,15 @@ def test_reset_parameters_is_construction(case: Case):
     layer = case.build(dtype=torch.float32)
     torch.manual_seed(3)
     fresh = case.cls()(*case.args, **case.options)
-    torch.manual_seed(3)
-    layer.reset_parameters()
-    for name, value in fresh.state_dict().items():
-        if name != "radius":
-            assert_close(layer.state_dict()[name], value)
+    empty = case.cls()(*case.args, **case.options, device="meta").to_empty(device="cpu")
+    for t in (*empty.parameters(), *empty.buffers()):
+        t.data.fill_(7)  # what memory may hold
+    for made in (layer, empty):
+        torch.manual_seed(3)
+        made.reset_parameters()
+        for name, value in fresh.state_dict().items():
+            if name != "radius" or made is empty:
+                assert_close(made.state_dict()[name], value)
 
 
 # --- dtypes and devices -------------------------------------------------------------------------------------------

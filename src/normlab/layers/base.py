@@ -554,8 +554,9 @@ class Norm(nn.Module):
         if self.observer is not None:
             self.observer(self, seen, segments, tuple(x.shape[2:]))
             return
+        # Detached, and not under no_grad, whose blocks without a result torch.export cannot load again.
         tracked = [
-            (names, pooled, s, track.how)
+            (names, _detached(pooled), s, track.how)
             for names, pooled, s, track in zip(self._buffers_of, seen, segments, self._tracks, strict=True)
             if names is not None and pooled is not None and track is not None
         ]
@@ -606,15 +607,15 @@ class Norm(nn.Module):
 
     def _set_run_shape(self, shape: tuple[int, ...] | None, ok: Tensor | None = None) -> None:
         stored = getattr(self, "run_shape", None)
-        if stored is None or shape == self._run_shape:
+        # A buffer that to_empty() made has any values, so a reset writes in any case.
+        if stored is None or (shape is not None and shape == self._run_shape):
             return
         if self.policy.guard and ok is not None and not ok.any():  # a refused batch leaves no trace
             return
         self._run_shape = shape
-        with torch.no_grad():
-            filled = (-1,) * _AXES if shape is None else (*shape, *(-1,) * (_AXES - len(shape)))
-            for i, size in enumerate(filled):
-                stored[i] = size
+        filled = (-1,) * _AXES if shape is None else (*shape, *(-1,) * (_AXES - len(shape)))
+        for i, size in enumerate(filled):
+            stored[i] = size
 
     def _check_run_shape(self, x: Tensor, live_batch: bool) -> None:
         if self._run_shape is None or self.observer is not None or (live_batch and not self.policy.update):
@@ -679,6 +680,12 @@ class _Known(dict[Any, Any]):
 
     def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
         return _Known, ()
+
+
+def _detached(pooled: Pooled) -> Pooled:
+    count = pooled.count
+    count = count.detach() if isinstance(count, Tensor) else count
+    return Pooled(pooled.mean.detach(), pooled.var.detach(), count)
 
 
 def _layout(x: Tensor) -> bool | tuple[int, ...]:
