@@ -156,7 +156,7 @@ class Norm(nn.Module):
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
         self._ready: dict[Any, Ready | ReadyModes | Quick | None] = _Known()
-        self.process_group: ProcessGroup | None = None
+        self._processes = _Processes()
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
@@ -177,6 +177,15 @@ class Norm(nn.Module):
         )
         self._make_parameters(device, dtype)
         self._make_buffers(device, dtype)
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The processes that share batch statistics, set by :func:`normlab.sync`; None: this one alone."""
+        return self._processes.group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | None) -> None:
+        self._processes = _Processes(group)
 
     # --- construction -------------------------------------------------------------------------------------------
 
@@ -680,6 +689,19 @@ class _Known(dict[Any, Any]):
 
     def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
         return _Known, ()
+
+
+class _Processes:
+    """A process group, which torch can neither copy nor pickle. A copy of the layer has the same, a file none."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Processes:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Processes], tuple[()]]:
+        return _Processes, ()
 
 
 def _detached(pooled: Pooled) -> Pooled:
