@@ -534,6 +534,10 @@ def test_a_function_or_a_class_as_target():
     convert(undo(model), normlab.Norm2d, statistics=("instance", "batch"))
     assert model[1].statistics.label == "instance+batch"
     close(evaluate(model, run), wanted)
+    for group_norm in (nn.GroupNorm, normlab.GroupNorm2d):  # whose first argument is not the channels
+        convert(undo(model), group_norm, num_groups=2)
+        assert type(model[1]) is group_norm
+        assert model[1].num_channels == 8 if group_norm is nn.GroupNorm else model[1].num_features == 8
     convert(undo(model), "batch")
     convert(model, nn.BatchNorm2d)  # and back to torch
     assert type(model[1]) is nn.BatchNorm2d

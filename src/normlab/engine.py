@@ -294,7 +294,13 @@ def plain(
 
 def both(found: Any) -> tuple[Coefficients, Any]:
     """What a rule returned: coefficients alone, or with what else its caller wants back."""
-    return (found, None) if isinstance(found, Coefficients) else found
+    if isinstance(found, Coefficients):
+        return found, None
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Coefficients):
+        raise TypeError(
+            f"a rule returns Coefficients, or them and one value more; got {type(found).__name__}"
+        )
+    return found
 
 
 def _compose(

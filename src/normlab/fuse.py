@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional as F
 
+from ._text import check_model
 from .activation import LEAK
 from .layers import KalmanNorm, Norm
 from .plain import hooks_of
@@ -60,6 +61,7 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     >>> bool((fused.eval()(x) - model.eval()(x)).abs().max() < 1e-5)
     True
     """
+    check_model(model, "fuse")
     try:
         graph = _Tracer().trace(model)
     except Exception as error:

@@ -24,7 +24,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from . import layers
-from ._text import nearest, words
+from ._text import check_model, nearest, words
 from .keep import NEW, SAME, take_over
 from .layers import Norm
 from .plain import Plain, hooks_of, is_norm, read
@@ -166,6 +166,7 @@ def convert(
     >>> convert(model, "group", num_groups=4)[1]
     GroupNorm2d(8, statistics=group(4), affine=shared, eps=1e-05)
     """
+    check_model(model, "convert")
     maker, chosen = _Maker(to, options, keep), _Chosen(only)
     found = named(model, is_norm)
     done = Report(f"{type(model).__name__} converted to {maker.title}")
@@ -205,6 +206,7 @@ def undo(model: nn.Module) -> nn.Module:
 
     Mode, device and dtype follow the model, where it has been moved since.
     """
+    check_model(model, "undo")
     found = False
     for module in list(model.modules()):
         for key, child in module._modules.items():
@@ -226,6 +228,7 @@ def undo(model: nn.Module) -> nn.Module:
 
 def report(model: nn.Module) -> Report:
     """What the last :func:`convert` or :func:`normlab.fold` of this model did."""
+    check_model(model, "report")
     for module in model.modules():
         found = module.__dict__.get("_normlab_report")
         if found is not None:
@@ -383,10 +386,11 @@ class _Maker:
                 f"to is a name, a class or a function of the number of channels; got {type(to).__name__}"
             )
         self.takes = _parameters(self.make)
-        unknown = options.keys() - self.takes if self.named else ()
-        for name in unknown:
-            known = sorted(self.takes - {"num_features", "num_channels", "device", "dtype"})
-            raise TypeError(f"{self.title!r} takes no option {name!r}; {nearest(name, known)}")
+        # Channels, device and dtype are those of the layer that is replaced.
+        known = sorted(self.takes - {"num_features", "num_channels", "device", "dtype"})
+        for name in options.keys() - {*known} if self.named else ():
+            hint = nearest(name, known) if known else "it takes none"
+            raise TypeError(f"{self.title!r} takes no option {name!r}; {hint}")
 
     def __call__(
         self, module: nn.Module, source: Plain, device: torch.device, dtype: torch.dtype | None
@@ -397,10 +401,10 @@ class _Maker:
         make = self.make
         if self.named:
             make = getattr(layers, f"{make.__name__}{source.dims}d") if source.dims else make
-            channels = "num_channels" if "num_channels" in self.takes else "num_features"
-            new = make(**{channels: source.channels}, **options)
+            new = make(**{self._channels(): source.channels}, **options)
         else:
-            new = make(source.channels, **options)
+            name = self._channels() if inspect.isclass(self.make) else ""
+            new = make(**{name: source.channels}, **options) if name else make(source.channels, **options)
             if not isinstance(new, nn.Module):
                 raise TypeError(f"{self.title}({source.channels}) gave {type(new).__name__}, not a module")
         new = new.to(device=device, dtype=dtype)
@@ -443,13 +447,18 @@ class _Maker:
                     )
         return options, notes
 
+    def _channels(self) -> str:
+        """What the number of channels is called, which is not the first argument of group norm."""
+        return next((n for n in ("num_channels", "num_features") if n in self.takes), "")
+
     def _makes(self, *families: type) -> bool:
         return inspect.isclass(self.make) and issubclass(self.make, families)
 
 
 def _parameters(make: Callable[..., Any]) -> set[str]:
     try:
-        return set(inspect.signature(make).parameters)
+        found = inspect.signature(make).parameters.values()
+        return {p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     except (TypeError, ValueError):  # a builtin without a signature
         return set()
 

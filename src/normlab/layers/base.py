@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import running
 from .._cache import remembered
-from .._text import nearest
+from .._text import check_number, nearest
 from ..activation import activate, check_activation
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
 from ..backend import chosen, kernels_serve
@@ -125,7 +125,7 @@ class Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(num_features, Integral):
+        if isinstance(num_features, bool) or not isinstance(num_features, Integral):
             raise TypeError(f"num_features is the number of channels, an integer; got {num_features!r}")
         if num_features < 1:
             raise ValueError(f"num_features is {num_features}; a layer needs at least one channel")
@@ -140,8 +140,12 @@ class Norm(nn.Module):
                 f"momentum is {momentum}; it is the share of the new batch, between 0 and 1 (or None for the average "
                 "of all batches)"
             )
-        if num_classes is not None and num_classes < 1:
-            raise ValueError(f"num_classes is {num_classes}; there must be at least one class")
+        if num_classes is not None:
+            check_number(num_classes, "num_classes")
+        if not isinstance(init_std, Real) or not init_std >= 0:
+            raise ValueError(f"init_std is a deviation, a number of at least 0; got {init_std!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype is a floating-point type such as torch.float32; got {dtype!r}")
         if branches is not None:
             branches = check_branches(branches)
         statistics = parse_statistics(statistics)
@@ -746,8 +750,7 @@ def _with_ghost(statistics: Statistics, ghost: int) -> Statistics:
         members = tuple(replace(p, ghost=ghost) if p.over_batch else p for p in statistics.members)
         return replace(statistics, members=members)
     if isinstance(statistics, (Kalman, Modes, Renorm)):
-        if ghost < 1:
-            raise ValueError(f"ghost is {ghost} samples a statistic; it must be at least 1")
+        check_number(ghost, "ghost", " samples a statistic")
         return replace(statistics, ghost=ghost)
     raise ValueError(
         f"{type(statistics).__name__} does not take ghost=...; give its pools a ghost size, as in 'batch/ghost=4'"

@@ -167,11 +167,9 @@ def conditions(layer: Norm, given: dict[str, Any], x: Tensor) -> tuple[Any, int 
 
 def _check_style(layer: Norm, style: Any) -> None:
     if isinstance(style, StyleMoments):
-        shapes = {tuple(t.shape[1:]) for t in style}
-        if shapes != {(layer.num_features,)}:
-            raise ValueError(
-                f"style moments must be [N, {layer.num_features}] each; got {list(style.mean.shape)}"
-            )
+        shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in style]
+        if shapes[0] != shapes[1] or shapes[0][1:] != [layer.num_features]:
+            raise ValueError(f"style moments must be [N, {layer.num_features}] each; got {words(shapes)}")
         return
     if not isinstance(style, Tensor):
         raise TypeError(f"the style is features [N, C, *S] or StyleMoments; got {type(style).__name__}")
