@@ -620,6 +620,17 @@ def test_shared_modules_stay_shared():
     assert model[1] is model[3] is model[4][0] is norm
 
 
+def test_shared_parameters_stay_shared():
+    """As in a recurrent network with statistics for each step."""
+    model: Any = nn.Sequential(*(nn.BatchNorm2d(4) for _ in range(3)))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    convert(model, "switchable")
+    assert model[2].weight is model[0].weight and model[2].bias is model[0].bias
+    assert model[1].weight is not model[0].weight
+    undo(model)
+    assert model[2].weight is model[0].weight
+
+
 def test_a_model_that_is_a_layer_itself():
     norm = nn.BatchNorm2d(8)
     new = convert(norm, "group", num_groups=2)

@@ -171,6 +171,7 @@ def convert(
     found = named(model, is_norm)
     done = Report(f"{type(model).__name__} converted to {maker.title}")
     made: dict[int, nn.Module] = {}
+    heirs: dict[int, nn.Parameter] = {}
     for names, module in found:
         if not chosen(names, module):
             continue
@@ -179,6 +180,7 @@ def convert(
             done.skipped.append(Skipped(names[0], type(module).__name__, source))
             continue
         new, kept, notes = maker(module, source, *_place(module, model))
+        _tie(new, module, heirs)
         made[id(module)] = _finished(new, module, source, _place(new, model))
         done.converted.append(Converted(names[0], type(module).__name__, type(new).__name__, kept))
         done.notes += notes
@@ -485,6 +487,14 @@ def _freeze(new: nn.Module, source: Plain) -> None:
         heir = role in ("weight", "bias") and role not in names
         if name in source.frozen or (heir and role in source.frozen):
             parameter.requires_grad_(False)
+
+
+def _tie(new: nn.Module, old: nn.Module, heirs: dict[int, nn.Parameter]) -> None:
+    """Layers that shared a weight or a bias share it again; ``heirs`` are the new ones, by the id of the old."""
+    for name in ("weight", "bias"):
+        before, now = old._parameters.get(name), new._parameters.get(name)
+        if before is not None and now is not None and now.shape == before.shape:
+            new._parameters[name] = heirs.setdefault(id(before), now)
 
 
 # --- weight normalization ----------------------------------------------------------------------------------------
