@@ -229,6 +229,23 @@ def test_vmap_is_a_loop(case: Case):
     torch.testing.assert_close(vmap(lambda x: case.call(layer, x, given))(xs), want, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_running_statistics_stay_out_of_transforms(transform: str):
+    layer, x = normlab.BatchNorm2d(4), torch.randn(3, 4, 5, 5)
+    calls = {
+        "vmap": lambda: vmap(layer)(x.unsqueeze(0)),
+        "grad": lambda: grad(lambda x: layer(x).square().sum())(x),
+        "jvp": lambda: jvp(layer, (x,), (x,)),
+    }
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(RuntimeError, match="no_update"):
+        calls[transform]()
+    with normlab.no_update(layer):
+        calls[transform]()
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 @stateless
 def test_gradients_for_each_sample(case: Case):
     """``vmap(grad(...))`` over parameters: the gradients of a loop of backward passes."""

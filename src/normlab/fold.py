@@ -67,7 +67,13 @@ def fold(
     """
     check_model(model, "fold")
     _check_conditions(model, branch, label)
-    model = deepcopy(model).eval()
+    try:
+        model = deepcopy(model).eval()
+    except RuntimeError as error:  # a weight that is computed before each call is not a parameter
+        raise ValueError(
+            f"fold() copies the model, and torch cannot copy this {type(model).__name__}; make pruned or normalized "
+            "weights permanent first, torch.nn.utils.prune.remove or torch.nn.utils.remove_weight_norm"
+        ) from error
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     more: set[int] = set()  # layers that the model itself gives a label, a branch or a prior
     before, ranks = (None, {}) if inputs is None else _run(model, arguments, branch, label, more)

@@ -27,6 +27,7 @@ from .checks import (
     check_counts,
     check_input,
     check_residual,
+    check_transform,
     conditions,
     first_condition,
     plain_condition,
@@ -575,6 +576,7 @@ class Norm(nn.Module):
         ]
         if not tracked:
             return
+        check_transform(self, tracked[0][1].mean, getattr(self, tracked[0][0][0]))
         branches = None if self.branches is None else len(self.branches)
         batches = self.num_batches_tracked
         assert isinstance(batches, Tensor)

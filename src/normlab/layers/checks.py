@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import running
 from .._text import words
@@ -23,6 +24,7 @@ __all__ = [
     "check_counts",
     "check_input",
     "check_residual",
+    "check_transform",
     "conditions",
     "first_condition",
     "plain_condition",
@@ -101,6 +103,17 @@ def check_counts(layer: Norm, x: Tensor, spatial: int, segments: Sequence[Segmen
                 f"{pool} statistics. Use a larger batch, or statistics within each sample (group, layer, or "
                 "a mixture without batch)"
             )
+
+
+def check_transform(layer: Norm, seen: Tensor, stored: Tensor) -> None:
+    """Refuse to move running statistics that a transform of torch.func does not know, before any of them moves."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if is_functorch_wrapped_tensor(seen) and not is_functorch_wrapped_tensor(stored):
+        raise RuntimeError(
+            f"{type(layer).__name__} cannot move its running statistics inside a transform of torch.func; run it under "
+            "'with normlab.no_update(model)', in evaluation mode, or with track_running_stats=False"
+        )
 
 
 def first_condition(layer: Norm) -> str:
