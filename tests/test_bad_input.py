@@ -151,7 +151,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ["momentum is 1.5", "share of the new batch", "between 0 and 1", "None"],
     ),
     "negative momentum": (lambda: BatchNorm2d(6, momentum=-0.1), V, ["momentum is -0.1", "between 0 and 1"]),
-    "no class": (lambda: SandwichBatchNorm2d(6, 0), V, ["num_classes is 0", "at least one class"]),
+    "no class": (lambda: SandwichBatchNorm2d(6, 0), V, ["num_classes is 0", "at least 1"]),
     "groups": (lambda: GroupNorm2d(4, 6), V, ["6 channels", "4 equal groups", "[1, 2, 3, 6]"]),
     "no group": (lambda: GroupNorm2d(0, 6), V, ["groups is 0", "at least 1"]),
     "no batch group": (lambda: BatchGroupNorm2d(6, 0), V, ["groups is 0", "at least 1"]),
@@ -169,7 +169,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ["example_weight is 2.0", "between 0 and 1"],
     ),
     "keys": (lambda: InstanceLevelMetaNorm2d(24), V, ["key_size=16", "24 channels", "key_size that divides"]),
-    "no key": (lambda: InstanceLevelMetaNorm2d(32, key_size=0), V, ["key_size=0", "key_size that divides"]),
+    "no key": (lambda: InstanceLevelMetaNorm2d(32, key_size=0), V, ["key_size is 0", "at least 1"]),
     "last_gamma": (
         lambda: SwitchNorm2d(6, affine=False, last_gamma=True),
         V,
@@ -380,6 +380,65 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     ),
     "kalman prior": (lambda: KalmanNorm2d(6)(x(), (x(5), x(5))), V, ["[6] each", "(5,)"]),
     "kalman prior of one": (lambda: KalmanNorm2d(6)(x(), x(6)), T, ["a mean and a variance", "Tensor"]),  # type: ignore[arg-type]
+    "kalman prior of numbers": (lambda: KalmanNorm2d(6)(x(), (0, 1)), V, ["[6] each", "int"]),  # type: ignore[arg-type]
+    "style moments of two sizes": (
+        lambda: AdaptiveInstanceNorm2d(6)(x(), StyleMoments(x(4, 6), x(3, 6))),
+        V,
+        ["[N, 6] each", "[4, 6] and [3, 6]"],
+    ),
+    # numbers that are none
+    "half a ghost": (lambda: BatchNorm2d(6, ghost=2.5), T, ["ghost is an integer", "2.5"]),  # type: ignore[arg-type]
+    "a ghost in words": (lambda: ModeNorm2d(6, ghost="2"), T, ["ghost is an integer", "'2'"]),  # type: ignore[arg-type]
+    "no number of groups": (lambda: GroupNorm2d(None, 6), T, ["number of groups is an integer", "None"]),  # type: ignore[arg-type]
+    "groups of weights that are no integer": (
+        lambda: SwitchNorm2d(6, groups=2.0),  # type: ignore[arg-type]
+        T,
+        ["groups is an integer", "2.0"],
+    ),
+    "half a mode": (lambda: ModeNorm2d(6, 2.5), T, ["num_modes is an integer", "2.5"]),  # type: ignore[arg-type]
+    "half a class": (lambda: SandwichBatchNorm2d(6, 2.5), T, ["num_classes is an integer", "2.5"]),  # type: ignore[arg-type]
+    "half a key": (lambda: InstanceLevelMetaNorm2d(6, key_size=1.5), T, ["key_size is an integer", "1.5"]),  # type: ignore[arg-type]
+    "channels that are true": (lambda: BatchNorm2d(True), T, ["number of channels, an integer", "True"]),
+    "a deviation below zero": (lambda: SandwichBatchNorm2d(6, 2, init_std=-1), V, ["at least 0", "-1"]),
+    "an integer dtype": (lambda: BatchNorm2d(6, dtype=torch.int32), T, ["floating-point", "torch.int32"]),
+    "a kind of pool": (lambda: Pool("chanel", True), V, ["no kind 'chanel'", "channel, group, run"]),
+    "a pool without groups": (lambda: Pool("run", True), T, ["number of groups is an integer", "None"]),
+    "a pool of channels with groups": (lambda: Pool("channel", True, 3), V, ["takes no groups", "got 3"]),
+    "a rule that returns something else": (
+        lambda: normlab.normalize(x(), lambda moments: moments),  # type: ignore[arg-type, return-value]
+        T,
+        ["returns Coefficients", "got Moments"],
+    ),
+    # something else than a model
+    "a class to convert": (
+        lambda: convert(BatchNorm2d, "batch"),  # type: ignore[arg-type]
+        T,
+        ["convert()", "BatchNorm2d itself", "call it"],
+    ),
+    "a tensor to fold": (lambda: normlab.fold(x()), T, ["fold()", "torch.nn.Module", "got Tensor"]),  # type: ignore[arg-type]
+    "a list to freeze": (lambda: normlab.frozen([]), T, ["frozen()", "torch.nn.Module", "got list"]),  # type: ignore[arg-type]
+    "nothing to route": (lambda: normlab.route(None, label=1), T, ["route()", "got NoneType"]),  # type: ignore[arg-type]
+    "a torch layer to merge": (
+        lambda: normlab.merge_sandwich(nn.BatchNorm2d(6)),  # type: ignore[arg-type]
+        T,
+        ["normlab", "BatchNorm2d"],
+    ),
+    # whole models
+    "a dtype for new layers": (
+        lambda: convert(nn.Sequential(nn.BatchNorm2d(6)), "batch", dtype=torch.float64),
+        T,
+        ["'batch' takes no option 'dtype'", "known: act"],
+    ),
+    "an option of nothing": (
+        lambda: convert(nn.Sequential(nn.BatchNorm2d(6)), "none", eps=1),
+        T,
+        ["'none' takes no option 'eps'", "takes none"],
+    ),
+    "no batches": (
+        lambda: normlab.calibrate(nn.Sequential(BatchNorm2d(6)), [x()], batches=-1),
+        V,
+        ["batches is -1", "at least 1"],
+    ),
     # batch group norm
     "groups that moved, training": (
         lambda: at_another_resolution(True),

@@ -12,6 +12,7 @@ import torch
 import torchvision
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -563,4 +564,10 @@ def test_mistakes_are_told_in_sentences():
         fold(nn.Sequential(normlab.ConditionalBatchNorm2d(C, 3)), label=3)
     with pytest.raises(ValueError, match="neither converted nor folded"):
         report(model)
+    pruned = nn.Sequential(nn.Conv2d(6, C, 3), nn.BatchNorm2d(C))
+    prune.l1_unstructured(pruned[0], "weight", amount=0.5)
+    with pytest.raises(ValueError, match=r"cannot copy this Sequential.*prune\.remove"):
+        fold(pruned)
+    prune.remove(pruned[0], "weight")
+    assert type(fold(pruned)[1]) is nn.Identity  # type: ignore[index]
     assert fold.report is report  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -94,6 +95,40 @@ def test_additions_that_broadcast_stay():
     model, x = Broadcast(), torch.randn(2, 4, 3, 3)
     with pytest.raises(ValueError, match="addition of equal shapes"):
         normlab.fuse(model, x)
+
+
+def test_what_an_addition_writes_to_is_written_to():
+    class Accumulating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = normlab.BatchNorm2d(4), normlab.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = F.relu(self.norm1(x))
+            return F.relu(total.add_(self.norm2(x))) - total
+
+    model, x = Accumulating().eval(), torch.randn(2, 4, 3, 3)
+    assert_close(normlab.fuse(model, x)(x), model(x))
+
+
+def test_parts_without_a_norm_layer_follow_the_mode():
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5, self.training)
+
+    model = nn.Sequential(normlab.BatchNorm2d(4), nn.ReLU(), Dropping())
+    fused, x = normlab.fuse(model), torch.randn(2, 4, 3, 3)
+    assert_close(fused.eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("name", ["regnetx_002", "mobilenetv3_small_050"])
+def test_activations_of_converted_layers_that_had_one_inside(name: str):
+    model = normlab.convert(timm.create_model(name), "batch").eval()
+    x = torch.randn(2, 3, 64, 64)
+    fused = normlab.fuse(model, x)
+    assert "relu" in {layer.act for layer in fused.modules() if isinstance(layer, normlab.Norm)}
+    assert fused.state_dict().keys() == model.state_dict().keys()
+    assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v2", "vgg11_bn", "densenet121"])

@@ -182,6 +182,16 @@ def test_batch_norm_checkpoints_load_strictly_and_compute_the_same(case: Case, o
     assert int(layer.num_batches_tracked.max()) == (0 if old else 7)
 
 
+@pytest.mark.parametrize("case", ADOPTING, ids=lambda case: case.id)
+def test_checkpoints_of_batch_norm_without_a_bias(case: Case):
+    bn = nn.BatchNorm2d(case.channels).double().eval()
+    nn.init.uniform_(bn.weight, 0.5, 2)
+    layer, x = case.build(), case.input()
+    layer.load_state_dict({n: t for n, t in bn.state_dict().items() if n != "bias"}, strict=True)
+    near = SINGLE if "mean_weight" in layer.state_dict() else EXACT
+    assert_close(case.call(layer.eval(), x, case.give(x)), bn(x), **near)
+
+
 @every
 def test_copies_compute_the_same_and_share_nothing(case: Case):
     layer = case.build()
@@ -214,11 +224,15 @@ def test_reset_parameters_is_construction(case: Case):
     layer = case.build(dtype=torch.float32)
     torch.manual_seed(3)
     fresh = case.cls()(*case.args, **case.options)
-    torch.manual_seed(3)
-    layer.reset_parameters()
-    for name, value in fresh.state_dict().items():
-        if name != "radius":
-            assert_close(layer.state_dict()[name], value)
+    empty = case.cls()(*case.args, **case.options, device="meta").to_empty(device="cpu")
+    for t in (*empty.parameters(), *empty.buffers()):
+        t.data.fill_(7)  # what memory may hold
+    for made in (layer, empty):
+        torch.manual_seed(3)
+        made.reset_parameters()
+        for name, value in fresh.state_dict().items():
+            if name != "radius" or made is empty:
+                assert_close(made.state_dict()[name], value)
 
 
 # --- dtypes and devices -------------------------------------------------------------------------------------------

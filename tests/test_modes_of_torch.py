@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,40 @@ def test_exported_program_computes_the_same(case: Case):
     want = case.call(layer, more, more_given)
     torch.testing.assert_close(case.call(program.module(), more, more_given), want, rtol=1e-5, atol=1e-5)
     assert "normlab" not in str(program.graph)
+
+
+@pytest.mark.parametrize("name", ["batch", "batch-group-uneven", "auxiliary-batch-mixed", "modes", "renorm"])
+def test_a_program_exported_in_training_mode_survives_a_file(name: str):
+    case = by_id(name)
+    layer = case.build(dtype=torch.float32)
+    x = case.input(dtype=torch.float32)
+    given, file = case.give(x), io.BytesIO()
+    torch.export.save(torch.export.export(layer, (x,), given), file)
+    file.seek(0)
+    program = torch.export.load(file).module()
+    torch.testing.assert_close(program(x, **given), layer(x, **given), rtol=1e-5, atol=1e-5)
+    for buffer, want in zip(program.buffers(), layer.buffers(), strict=True):
+        torch.testing.assert_close(buffer, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [3, 6, 4, 9])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_runs_are_compiled_at_every_resolution(groups: int):
+    """A compiler takes the second size for an unknown, and where runs cross channels the rows depend on it."""
+    layer = normlab.BatchGroupNorm2d(6, groups, track_running_stats=False)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for size in (4, 5, 6):
+        x = torch.randn(3, 6, size, size + 1)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_runs_of_whole_channels_are_exported_for_any_resolution():
+    layer = normlab.BatchGroupNorm2d(6, 3).eval()
+    sizes = {2: torch.export.Dim("height", min=2, max=64), 3: torch.export.Dim("width", min=2, max=64)}
+    program = torch.export.export(layer, (torch.randn(3, 6, 4, 5),), dynamic_shapes=(sizes,)).module()
+    x = torch.randn(3, 6, 7, 9)
+    torch.testing.assert_close(program(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", ["inference", "vmap", "grad", "export", "fake", "compile"])
@@ -192,6 +227,23 @@ def test_vmap_is_a_loop(case: Case):
     given = case.give(xs[0])
     want = torch.stack([case.call(layer, x, given) for x in xs])
     torch.testing.assert_close(vmap(lambda x: case.call(layer, x, given))(xs), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_running_statistics_stay_out_of_transforms(transform: str):
+    layer, x = normlab.BatchNorm2d(4), torch.randn(3, 4, 5, 5)
+    calls = {
+        "vmap": lambda: vmap(layer)(x.unsqueeze(0)),
+        "grad": lambda: grad(lambda x: layer(x).square().sum())(x),
+        "jvp": lambda: jvp(layer, (x,), (x,)),
+    }
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(RuntimeError, match="no_update"):
+        calls[transform]()
+    with normlab.no_update(layer):
+        calls[transform]()
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 @stateless

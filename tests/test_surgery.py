@@ -534,6 +534,10 @@ def test_a_function_or_a_class_as_target():
     convert(undo(model), normlab.Norm2d, statistics=("instance", "batch"))
     assert model[1].statistics.label == "instance+batch"
     close(evaluate(model, run), wanted)
+    for group_norm in (nn.GroupNorm, normlab.GroupNorm2d):  # whose first argument is not the channels
+        convert(undo(model), group_norm, num_groups=2)
+        assert type(model[1]) is group_norm
+        assert model[1].num_channels == 8 if group_norm is nn.GroupNorm else model[1].num_features == 8
     convert(undo(model), "batch")
     convert(model, nn.BatchNorm2d)  # and back to torch
     assert type(model[1]) is nn.BatchNorm2d
@@ -614,6 +618,17 @@ def test_shared_modules_stay_shared():
     assert "1 is also 3 and 4.0" in str(report(model))
     undo(model)
     assert model[1] is model[3] is model[4][0] is norm
+
+
+def test_shared_parameters_stay_shared():
+    """As in a recurrent network with statistics for each step."""
+    model: Any = nn.Sequential(*(nn.BatchNorm2d(4) for _ in range(3)))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    convert(model, "switchable")
+    assert model[2].weight is model[0].weight and model[2].bias is model[0].bias
+    assert model[1].weight is not model[0].weight
+    undo(model)
+    assert model[2].weight is model[0].weight
 
 
 def test_a_model_that_is_a_layer_itself():

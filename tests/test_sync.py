@@ -4,7 +4,9 @@ Starting processes costs seconds, so each group of processes runs every case onc
 compare that with one process.
 """
 
+import copy
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -389,6 +391,14 @@ def test_one_process_is_no_change_and_says_that_it_is_synchronized(one_process):
         for a, b in zip(together["gradients"], apart["gradients"], strict=True):
             assert_close(a, b, rtol=1e-5, atol=1e-4)
         assert "synchronized" not in repr(unsync(layer))
+
+
+def test_a_copy_is_synchronized_with_the_same_processes_and_a_file_with_none(one_process):
+    model: Any = sync(nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6)))
+    assert copy.deepcopy(model)[1].process_group is copy.copy(model[1]).process_group is dist.group.WORLD
+    assert pickle.loads(pickle.dumps(model))[1].process_group is None
+    x = torch.randn(4, 3, 5, 5)
+    assert_close(normlab.fold(model, inputs=x)(x), model.eval()(x))
 
 
 def test_the_environment_is_clean():

@@ -1,11 +1,30 @@
-"""Sentences for users: the nearest known name, lists in words."""
+"""Sentences for users: the nearest known name, lists in words, what was given in place of a model or a number."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Integral
 
-__all__ = ["nearest", "words"]
+from torch import nn
+
+__all__ = ["check_model", "check_number", "nearest", "words"]
+
+
+def check_model(model: object, function: str) -> None:
+    """Raise where ``model`` is no module; a class or a function in its place was not called."""
+    if not isinstance(model, nn.Module):
+        made = callable(model) and hasattr(model, "__name__")
+        got = f"{model.__name__} itself: call it first" if made else type(model).__name__  # type: ignore[attr-defined]
+        raise TypeError(f"{function}() takes a model, a torch.nn.Module; got {got}")
+
+
+def check_number(number: object, what: str, unit: str = "") -> None:
+    """Raise where ``number`` is not an integer of at least one."""
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise TypeError(f"{what} is an integer; got {number!r}")
+    if number < 1:
+        raise ValueError(f"{what} is {number}{unit}; it must be at least 1")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -37,6 +37,8 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
         return
     if "running_mean" in given and "num_batches_tracked" in own and "num_batches_tracked" not in given:
         state[prefix + "num_batches_tracked"] = torch.zeros((), dtype=torch.long)
+    if "weight" in given and "bias" not in given:  # of a layer with bias=False
+        state[prefix + "bias"] = torch.zeros_like(state[prefix + "weight"])
     moved = {}
     for part in ("weight", "bias"):
         plain = state.get(prefix + part)

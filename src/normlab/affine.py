@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ._text import nearest
+from ._text import check_number, nearest
 from .engine import Coefficients, Moments, Rows, Rule, both
 from .pools import Plan, Segments, group
 from .reference import at_least_single
@@ -87,7 +87,8 @@ def compose(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tens
 
 def predictor_parameters(channels: int, key_size: int) -> dict[str, Tensor]:
     """Initial values of the network that instance-level meta norm predicts its affine map with."""
-    if key_size < 1 or channels % key_size:
+    check_number(key_size, "key_size")
+    if channels % key_size:
         raise ValueError(
             f"a predicted affine map needs channels in whole keys of key_size={key_size}; got {channels} channels; "
             "give a key_size that divides them"

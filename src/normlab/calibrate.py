@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ._text import check_model, check_number
 from .distributed import gather_statistics, sum_over_ranks
 from .layers.base import Norm
 from .pools import Pooled, Segments
@@ -113,6 +114,9 @@ def calibrate(
     >>> bool((model[0].running_mean - torch.cat(data).mean(0)).abs().max() < 1e-5)
     True
     """
+    check_model(model, "calibrate")
+    if batches is not None:
+        check_number(batches, "batches")
     if any(isinstance(m, _BatchNorm) for m in model.modules()):
         raise TypeError(
             "calibrate() reaches normlab layers and this model has torch batch norm; call convert(model, 'batch') "

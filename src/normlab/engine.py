@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
+from operator import index
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
@@ -146,6 +147,11 @@ def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
     The merged axis of ``D = C * S`` elements is split into ``G`` runs: all of ``D / G`` where that divides, as batch
     group norm has it; otherwise, as ``torch.tensor_split`` does, the first ``D % G`` runs are one element longer.
     """
+    if all(
+        channels % g == 0 for g in groups
+    ):  # whole channels, at any resolution: compilers need not know it
+        return Rows(channels)
+    spatial = index(spatial)  # a compiler's unknown becomes a number: other resolutions are other rows
     whole = channels * spatial
     step = gcd(spatial, *(whole // g for g in groups))
     if all(whole % g == 0 for g in groups) and (
@@ -283,7 +289,13 @@ def plain(
 
 def both(found: Any) -> tuple[Coefficients, Any]:
     """What a rule returned: coefficients alone, or with what else its caller wants back."""
-    return (found, None) if isinstance(found, Coefficients) else found
+    if isinstance(found, Coefficients):
+        return found, None
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Coefficients):
+        raise TypeError(
+            f"a rule returns Coefficients, or them and one value more; got {type(found).__name__}"
+        )
+    return found
 
 
 def _compose(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._text import words
+from ._text import check_model, words
 from .plain import is_norm, read
 from .surgery import named, put
 
@@ -68,6 +68,7 @@ def fixup(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Mod
     >>> model(torch.randn(1, 3, 32, 32)).abs().max().item()
     0.0
     """
+    check_model(model, "fixup")
     found = [m for m in model.modules() if _is_block(m)] if blocks is None else list(blocks)
     if not found:
         raise ValueError(

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from torch.utils._pytree import tree_leaves
 
 from . import layers
-from ._text import words
+from ._text import check_model, words
 from .keep import SAME_IN_EVALUATION, merge_tables
 from .layers import Norm
 from .plain import Plain, hooks_of, is_norm, read
@@ -73,8 +73,15 @@ def fold(
       (2): ReLU()
     )
     """
+    check_model(model, "fold")
     _check_conditions(model, branch, label)
-    model = deepcopy(model).eval()
+    try:
+        model = deepcopy(model).eval()
+    except RuntimeError as error:  # a weight that is computed before each call is not a parameter
+        raise ValueError(
+            f"fold() copies the model, and torch cannot copy this {type(model).__name__}; make pruned or normalized "
+            "weights permanent first, torch.nn.utils.prune.remove or torch.nn.utils.remove_weight_norm"
+        ) from error
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     more: set[int] = set()  # layers that the model itself gives a label, a branch or a prior
     before, ranks = (None, {}) if inputs is None else _run(model, arguments, branch, label, more)
@@ -121,6 +128,8 @@ fold.report = report  # type: ignore[attr-defined]  # normlab.fold is this funct
 
 def merge_sandwich(layer: Norm) -> Norm:
     """A layer with one affine map for each class (or branch) that does what the sandwich does."""
+    if not isinstance(layer, Norm):
+        raise TypeError(f"merge_sandwich() takes a layer of normlab; got {type(layer).__name__}")
     tables = merge_tables(layer)
     terms = tuple(t for t in layer.affine_terms if t != "shared")
     options: dict[str, Any] = {"eps": layer.eps, "momentum": layer.momentum}

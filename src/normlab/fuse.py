@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional as F
 
+from ._text import check_model
 from .activation import LEAK
 from .layers import KalmanNorm, Norm
 from .plain import hooks_of
@@ -28,12 +29,16 @@ _FUNCTIONS: dict[Any, str] = {
     F.leaky_relu: "leaky_relu", "relu": "relu", "relu_": "relu",
 }  # fmt: skip
 _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu"}
-_ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
+_IN_PLACE: tuple[Any, ...] = (operator.iadd, "add_")
+_ADDS: tuple[Any, ...] = (operator.add, torch.add, "add", *_IN_PLACE)
 
 
 class _Tracer(fx.Tracer):
+    """Parts without a norm layer stay whole: one that drops in training, or that cannot be traced, does as it did."""
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Norm) or super().is_leaf_module(m, module_qualified_name)
+        whole = type(m) is not nn.Sequential and not any(isinstance(inner, Norm) for inner in m.modules())
+        return whole or isinstance(m, Norm) or super().is_leaf_module(m, module_qualified_name)
 
 
 def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
@@ -44,7 +49,8 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     two as well. Convert torch's norm layers first, ``normlab.convert(model, "batch")``.
 
     Parameters and buffers are those of ``model``, under the same names: train the graph module, and ``model`` has the
-    trained values, unfused, to evaluate, fold or save.
+    trained values, unfused, to evaluate, fold or save. Code of the model itself that asks ``self.training`` was traced
+    in the mode that the model is in, and stays so.
 
     >>> import torch, torchvision, normlab
     >>> model = normlab.convert(torchvision.models.resnet18(weights=None), "batch")
@@ -55,6 +61,7 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     >>> bool((fused.eval()(x) - model.eval()(x)).abs().max() < 1e-5)
     True
     """
+    check_model(model, "fuse")
     try:
         graph = _Tracer().trace(model)
     except Exception as error:
@@ -63,6 +70,7 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
             "layers act='relu' where they are made instead"
         ) from error
     traced = fx.GraphModule(model, graph)
+    _skip_identities(traced)
     if inputs:
         with torch.no_grad(), no_update(model):
             ShapeProp(traced).propagate(*inputs)
@@ -81,6 +89,16 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     traced.delete_all_unused_submodules()
     traced.recompile()
     return traced.train(model.training)
+
+
+def _skip_identities(traced: fx.GraphModule) -> None:
+    """Let what reads an identity read its input: a converted layer has one where there is no dropout."""
+    for node in list(traced.graph.nodes):
+        if node.op == "call_module" and len(node.args) == 1 and isinstance(node.args[0], fx.Node):
+            module = traced.get_submodule(str(node.target))
+            if type(module) is nn.Identity and not hooks_of(module):
+                node.replace_all_uses_with(node.args[0])
+                traced.graph.erase_node(node)
 
 
 def _free(module: nn.Module, node: fx.Node) -> bool:
@@ -130,6 +148,8 @@ def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
 def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     """What is added to ``node``, where that is all ``reader`` does and both have the same shape and type."""
     if reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
+        return None
+    if reader.target in _IN_PLACE and reader.args[0] is not node:  # others may read what it writes to
         return None
     others = [a for a in reader.args if a is not node]
     if len(others) != 1 or not isinstance(others[0], fx.Node):

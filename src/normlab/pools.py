@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._cache import remembered
-from ._text import nearest
+from ._text import check_number, nearest
 from .distributed import gather_statistics, sum_over_ranks
 from .engine import Moments, Rows, rows_of_runs, run_ends
 
@@ -50,10 +50,16 @@ class Pool:
     ghost: int | None = None
 
     def __post_init__(self) -> None:
-        if self.groups is not None and self.groups < 1:
-            raise ValueError(f"the number of groups is {self.groups}; it must be at least 1")
-        if self.ghost is not None and self.ghost < 1:
-            raise ValueError(f"ghost is {self.ghost} samples a statistic; it must be at least 1")
+        if self.kind not in ("channel", "group", "run"):
+            raise ValueError(f"there is no kind {self.kind!r} of pool; known: channel, group, run")
+        if self.kind != "channel":
+            check_number(self.groups, "the number of groups")
+        elif self.groups is not None:
+            raise ValueError(
+                f"a pool of kind 'channel' takes no groups; got {self.groups}; use 'group' or 'run'"
+            )
+        if self.ghost is not None:
+            check_number(self.ghost, "ghost", " samples a statistic")
         if self.ghost is not None and not self.over_batch:
             raise ValueError(
                 f"ghost={self.ghost} needs a pool over the batch, such as 'batch' or 'batch_group(8)'; "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._text import nearest, words
+from ._text import check_model, nearest, words
 
 __all__ = ["Route", "branch_index", "current", "keep_route", "label_index", "route"]
 
@@ -60,6 +60,7 @@ class route:
 
     def __init__(self, model: nn.Module, *, branch: Any = None, label: Any = None, style: Any = None) -> None:
         given = {k: v for k, v in (("branch", branch), ("label", label), ("style", style)) if v is not None}
+        check_model(model, "route")
         if not given:
             raise ValueError("route() was given nothing to route; pass branch=..., label=... or style=...")
         self._layers: list[nn.Module] = []

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from . import pools as _pools
+from ._text import check_number
 from .distributed import gather_statistics
 from .engine import Coefficients, Moments, Rule
 from .pools import Plan, Pool, Pooled, parse_pool
@@ -317,8 +318,7 @@ class Mixture(Statistics):
             raise ValueError(
                 f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}"
             )
-        if self.groups < 1:
-            raise ValueError(f"groups is {self.groups}; it must be at least 1")
+        check_number(self.groups, "groups")
 
     @classmethod
     def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
@@ -477,8 +477,7 @@ class Modes(Statistics):
     ghost: int | None = None
 
     def __post_init__(self) -> None:
-        if self.number < 1:
-            raise ValueError(f"num_modes is {self.number}; it must be at least 1")
+        check_number(self.number, "num_modes")
 
     @property
     def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]

@@ -59,7 +59,6 @@ def _snapshot(t: Tensor) -> Tensor:
 _snapshot.register_fake(torch.empty_like)
 
 
-@torch.no_grad()
 def acceptable(
     seen: Sequence[Pooled], segments: Segments, branches: int | None, guard: torch.dtype | None
 ) -> Tensor | None:
@@ -81,7 +80,6 @@ def acceptable(
     return ok
 
 
-@torch.no_grad()
 def count_(batches: Tensor, segments: Segments, branches: int | None, ok: Tensor | None) -> None:
     """Count the batch for the branches that it moves."""
     if branches is not None and isinstance(segments.branch, int):
@@ -89,7 +87,6 @@ def count_(batches: Tensor, segments: Segments, branches: int | None, ok: Tensor
     batches.add_(1 if ok is None else ok.reshape(batches.shape).long())
 
 
-@torch.no_grad()
 def update_(
     mean: Tensor,  # [*branches, *shape], changed in place
     var: Tensor,

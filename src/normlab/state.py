@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ._text import check_model
 from .layers.base import Norm
 
 __all__ = ["frozen", "guarded", "no_update", "with_batch_statistics"]
@@ -44,21 +45,25 @@ class _Scope:
 
 def frozen(model: nn.Module) -> _Scope:
     """Normalize with the running statistics and leave them as they are, also in training mode."""
+    check_model(model, "frozen")
     return _apply(model, {"normalize_with": "running", "update": False}, mode=False)
 
 
 def no_update(model: nn.Module) -> _Scope:
     """Leave the running statistics as they are; what normalizes does not change."""
+    check_model(model, "no_update")
     return _apply(model, {"update": False})
 
 
 def guarded(model: nn.Module) -> _Scope:
     """Leave the running statistics as they are wherever a batch's own are not finite."""
+    check_model(model, "guarded")
     return _apply(model, {"guard": True}, keep_finite=True)
 
 
 def with_batch_statistics(model: nn.Module) -> _Scope:
     """Normalize with the batch's statistics, also in evaluation mode, without tracking them."""
+    check_model(model, "with_batch_statistics")
     return _apply(model, {"normalize_with": "batch", "update": False}, mode=True)
 
 

@@ -24,7 +24,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from . import layers
-from ._text import nearest, words
+from ._text import check_model, nearest, words
 from .keep import NEW, SAME, take_over
 from .layers import Norm
 from .plain import Plain, hooks_of, is_norm, read
@@ -170,10 +170,12 @@ def convert(
     >>> convert(model, "group", num_groups=4)[1]
     GroupNorm2d(8, statistics=group(4), affine=shared, eps=1e-05)
     """
+    check_model(model, "convert")
     maker, chosen = _Maker(to, options, keep), _Chosen(only)
     found = named(model, is_norm)
     done = Report(f"{type(model).__name__} converted to {maker.title}")
     made: dict[int, nn.Module] = {}
+    heirs: dict[int, nn.Parameter] = {}
     for names, module in found:
         if not chosen(names, module):
             continue
@@ -182,6 +184,7 @@ def convert(
             done.skipped.append(Skipped(names[0], type(module).__name__, source))
             continue
         new, kept, notes = maker(module, source, *_place(module, model))
+        _tie(new, module, heirs)
         made[id(module)] = _finished(new, module, source, _place(new, model))
         done.converted.append(Converted(names[0], type(module).__name__, type(new).__name__, kept))
         done.notes += notes
@@ -209,6 +212,7 @@ def undo(model: nn.Module) -> nn.Module:
 
     Mode, device and dtype follow the model, where it has been moved since.
     """
+    check_model(model, "undo")
     found = False
     for module in list(model.modules()):
         for key, child in module._modules.items():
@@ -230,6 +234,7 @@ def undo(model: nn.Module) -> nn.Module:
 
 def report(model: nn.Module) -> Report:
     """What the last :func:`convert` or :func:`normlab.fold` of this model did."""
+    check_model(model, "report")
     for module in model.modules():
         found = module.__dict__.get("_normlab_report")
         if found is not None:
@@ -389,10 +394,11 @@ class _Maker:
                 f"to is a name, a class or a function of the number of channels; got {type(to).__name__}"
             )
         self.takes = _parameters(self.make)
-        unknown = options.keys() - self.takes if self.named else ()
-        for name in unknown:
-            known = sorted(self.takes - {"num_features", "num_channels", "device", "dtype"})
-            raise TypeError(f"{self.title!r} takes no option {name!r}; {nearest(name, known)}")
+        # Channels, device and dtype are those of the layer that is replaced.
+        known = sorted(self.takes - {"num_features", "num_channels", "device", "dtype"})
+        for name in options.keys() - {*known} if self.named else ():
+            hint = nearest(name, known) if known else "it takes none"
+            raise TypeError(f"{self.title!r} takes no option {name!r}; {hint}")
 
     def __call__(
         self, module: nn.Module, source: Plain, device: torch.device, dtype: torch.dtype | None
@@ -403,10 +409,10 @@ class _Maker:
         make = self.make
         if self.named:
             make = getattr(layers, f"{make.__name__}{source.dims}d") if source.dims else make
-            channels = "num_channels" if "num_channels" in self.takes else "num_features"
-            new = make(**{channels: source.channels}, **options)
+            new = make(**{self._channels(): source.channels}, **options)
         else:
-            new = make(source.channels, **options)
+            name = self._channels() if inspect.isclass(self.make) else ""
+            new = make(**{name: source.channels}, **options) if name else make(source.channels, **options)
             if not isinstance(new, nn.Module):
                 raise TypeError(f"{self.title}({source.channels}) gave {type(new).__name__}, not a module")
         new = new.to(device=device, dtype=dtype)
@@ -448,13 +454,18 @@ class _Maker:
                     )
         return options, notes
 
+    def _channels(self) -> str:
+        """What the number of channels is called, which is not the first argument of group norm."""
+        return next((n for n in ("num_channels", "num_features") if n in self.takes), "")
+
     def _makes(self, *families: type) -> bool:
         return inspect.isclass(self.make) and issubclass(self.make, families)
 
 
 def _parameters(make: Callable[..., Any]) -> set[str]:
     try:
-        return set(inspect.signature(make).parameters)
+        found = inspect.signature(make).parameters.values()
+        return {p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     except (TypeError, ValueError):  # a builtin without a signature
         return set()
 
@@ -481,6 +492,14 @@ def _freeze(new: nn.Module, source: Plain) -> None:
         heir = role in ("weight", "bias") and role not in names
         if name in source.frozen or (heir and role in source.frozen):
             parameter.requires_grad_(False)
+
+
+def _tie(new: nn.Module, old: nn.Module, heirs: dict[int, nn.Parameter]) -> None:
+    """Layers that shared a weight or a bias share it again; ``heirs`` are the new ones, by the id of the old."""
+    for name in ("weight", "bias"):
+        before, now = old._parameters.get(name), new._parameters.get(name)
+        if before is not None and now is not None and now.shape == before.shape:
+            new._parameters[name] = heirs.setdefault(id(before), now)
 
 
 # --- weight normalization ----------------------------------------------------------------------------------------

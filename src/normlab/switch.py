@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from ._text import check_model
 from .layers import Norm, SparseSwitchNorm, SwitchNorm
 from .rules import Mixture
 
@@ -16,6 +17,7 @@ __all__ = ["harden", "importance", "set_radius"]
 
 def harden(model: nn.Module) -> nn.Module:
     """Make every switchable norm one-hot at its largest weights and stop learning them; fine-tune afterwards."""
+    check_model(model, "harden")
     for layer in _layers(model, SwitchNorm):
         layer.harden()
     return model
@@ -26,6 +28,7 @@ def set_radius(model: nn.Module, progress: float) -> nn.Module:
 
     Call it once a step or an epoch. With three pools a mixture is one-hot from 0.8165 on.
     """
+    check_model(model, "set_radius")
     for layer in _layers(model, SparseSwitchNorm):
         layer.set_radius(progress)
     return model
@@ -36,6 +39,7 @@ def importance(model: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
 
     A :class:`normlab.Norm` whose statistics are a mixture is one, with whatever affine map and branches.
     """
+    check_model(model, "importance")
     return {
         name: layer.statistics.importance(layer._learned_values())
         for name, layer in model.named_modules()

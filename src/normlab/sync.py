@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
+from ._text import check_model
 from .layers.base import Norm
 from .rules import Kalman
 
@@ -23,6 +24,7 @@ def sync(model: nn.Module, process_group: ProcessGroup | None = None) -> nn.Modu
     unequal or empty; every rank must run forward and backward the same number of times. :func:`unsync` goes back.
     Torch's own batch norm layers are converted to normlab's first.
     """
+    check_model(model, "sync")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("sync() needs torch.distributed: call torch.distributed.init_process_group first")
     group = process_group if process_group is not None else dist.group.WORLD
@@ -50,6 +52,7 @@ def sync(model: nn.Module, process_group: ProcessGroup | None = None) -> nn.Modu
 
 def unsync(model: nn.Module) -> nn.Module:
     """Statistics of each process alone again; values and buffers stay as they are."""
+    check_model(model, "unsync")
     for layer in model.modules():
         if isinstance(layer, Norm):
             layer.process_group = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import running
 from .._cache import remembered
-from .._text import nearest
+from .._text import check_number, nearest
 from ..activation import activate, check_activation
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
 from ..backend import chosen, kernels_serve
@@ -27,6 +27,7 @@ from .checks import (
     check_counts,
     check_input,
     check_residual,
+    check_transform,
     conditions,
     first_condition,
     plain_condition,
@@ -125,7 +126,7 @@ class Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(num_features, Integral):
+        if isinstance(num_features, bool) or not isinstance(num_features, Integral):
             raise TypeError(f"num_features is the number of channels, an integer; got {num_features!r}")
         if num_features < 1:
             raise ValueError(f"num_features is {num_features}; a layer needs at least one channel")
@@ -140,8 +141,12 @@ class Norm(nn.Module):
                 f"momentum is {momentum}; it is the share of the new batch, between 0 and 1 (or None for the average "
                 "of all batches)"
             )
-        if num_classes is not None and num_classes < 1:
-            raise ValueError(f"num_classes is {num_classes}; there must be at least one class")
+        if num_classes is not None:
+            check_number(num_classes, "num_classes")
+        if not isinstance(init_std, Real) or not init_std >= 0:
+            raise ValueError(f"init_std is a deviation, a number of at least 0; got {init_std!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype is a floating-point type such as torch.float32; got {dtype!r}")
         if branches is not None:
             branches = check_branches(branches)
         statistics = parse_statistics(statistics)
@@ -156,7 +161,7 @@ class Norm(nn.Module):
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
         self._ready: dict[Any, Ready | ReadyModes | Quick | None] = _Known()
-        self.process_group: ProcessGroup | None = None
+        self._processes = _Processes()
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
@@ -177,6 +182,15 @@ class Norm(nn.Module):
         )
         self._make_parameters(device, dtype)
         self._make_buffers(device, dtype)
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The processes that share batch statistics, set by :func:`normlab.sync`; None: this one alone."""
+        return self._processes.group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | None) -> None:
+        self._processes = _Processes(group)
 
     # --- construction -------------------------------------------------------------------------------------------
 
@@ -558,13 +572,15 @@ class Norm(nn.Module):
         if self.observer is not None:
             self.observer(self, seen, segments, tuple(x.shape[2:]))
             return
+        # Detached, and not under no_grad, whose blocks without a result torch.export cannot load again.
         tracked = [
-            (names, pooled, s, track.how)
+            (names, _detached(pooled), s, track.how)
             for names, pooled, s, track in zip(self._buffers_of, seen, segments, self._tracks, strict=True)
             if names is not None and pooled is not None and track is not None
         ]
         if not tracked:
             return
+        check_transform(self, tracked[0][1].mean, getattr(self, tracked[0][0][0]))
         branches = None if self.branches is None else len(self.branches)
         batches = self.num_batches_tracked
         assert isinstance(batches, Tensor)
@@ -610,15 +626,15 @@ class Norm(nn.Module):
 
     def _set_run_shape(self, shape: tuple[int, ...] | None, ok: Tensor | None = None) -> None:
         stored = getattr(self, "run_shape", None)
-        if stored is None or shape == self._run_shape:
+        # A buffer that to_empty() made has any values, so a reset writes in any case.
+        if stored is None or (shape is not None and shape == self._run_shape):
             return
         if self.policy.guard and ok is not None and not ok.any():  # a refused batch leaves no trace
             return
         self._run_shape = shape
-        with torch.no_grad():
-            filled = (-1,) * _AXES if shape is None else (*shape, *(-1,) * (_AXES - len(shape)))
-            for i, size in enumerate(filled):
-                stored[i] = size
+        filled = (-1,) * _AXES if shape is None else (*shape, *(-1,) * (_AXES - len(shape)))
+        for i, size in enumerate(filled):
+            stored[i] = size
 
     def _check_run_shape(self, x: Tensor, live_batch: bool) -> None:
         if self._run_shape is None or self.observer is not None or (live_batch and not self.policy.update):
@@ -685,6 +701,25 @@ class _Known(dict[Any, Any]):
         return _Known, ()
 
 
+class _Processes:
+    """A process group, which torch can neither copy nor pickle. A copy of the layer has the same, a file none."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Processes:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Processes], tuple[()]]:
+        return _Processes, ()
+
+
+def _detached(pooled: Pooled) -> Pooled:
+    count = pooled.count
+    count = count.detach() if isinstance(count, Tensor) else count
+    return Pooled(pooled.mean.detach(), pooled.var.detach(), count)
+
+
 def _layout(x: Tensor) -> bool | tuple[int, ...]:
     """What tells layouts apart: a tensor that is not contiguous may be channels last, or have gaps."""
     return x.is_contiguous() or x.stride()
@@ -721,8 +756,7 @@ def _with_ghost(statistics: Statistics, ghost: int) -> Statistics:
         members = tuple(replace(p, ghost=ghost) if p.over_batch else p for p in statistics.members)
         return replace(statistics, members=members)
     if isinstance(statistics, (Kalman, Modes, Renorm)):
-        if ghost < 1:
-            raise ValueError(f"ghost is {ghost} samples a statistic; it must be at least 1")
+        check_number(ghost, "ghost", " samples a statistic")
         return replace(statistics, ghost=ghost)
     raise ValueError(
         f"{type(statistics).__name__} does not take ghost=...; give its pools a ghost size, as in 'batch/ghost=4'"

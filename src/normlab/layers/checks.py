@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import running
 from .._text import words
@@ -23,6 +24,7 @@ __all__ = [
     "check_counts",
     "check_input",
     "check_residual",
+    "check_transform",
     "conditions",
     "first_condition",
     "plain_condition",
@@ -103,6 +105,17 @@ def check_counts(layer: Norm, x: Tensor, spatial: int, segments: Sequence[Segmen
             )
 
 
+def check_transform(layer: Norm, seen: Tensor, stored: Tensor) -> None:
+    """Refuse to move running statistics that a transform of torch.func does not know, before any of them moves."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if is_functorch_wrapped_tensor(seen) and not is_functorch_wrapped_tensor(stored):
+        raise RuntimeError(
+            f"{type(layer).__name__} cannot move its running statistics inside a transform of torch.func; run it under "
+            "'with normlab.no_update(model)', in evaluation mode, or with track_running_stats=False"
+        )
+
+
 def first_condition(layer: Norm) -> str:
     for name in _CONDITIONS:
         if name in layer.wants:
@@ -167,11 +180,9 @@ def conditions(layer: Norm, given: dict[str, Any], x: Tensor) -> tuple[Any, int 
 
 def _check_style(layer: Norm, style: Any) -> None:
     if isinstance(style, StyleMoments):
-        shapes = {tuple(t.shape[1:]) for t in style}
-        if shapes != {(layer.num_features,)}:
-            raise ValueError(
-                f"style moments must be [N, {layer.num_features}] each; got {list(style.mean.shape)}"
-            )
+        shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in style]
+        if shapes[0] != shapes[1] or shapes[0][1:] != [layer.num_features]:
+            raise ValueError(f"style moments must be [N, {layer.num_features}] each; got {words(shapes)}")
         return
     if not isinstance(style, Tensor):
         raise TypeError(f"the style is features [N, C, *S] or StyleMoments; got {type(style).__name__}")

@@ -524,7 +524,7 @@ class KalmanNorm(Norm):
             raise TypeError(
                 f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}"
             )
-        shapes = [tuple(t.shape) for t in prior]
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in prior]
         if shapes != [(self.num_features,)] * 2:
             raise ValueError(
                 f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}"
