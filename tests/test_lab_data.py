@@ -368,6 +368,31 @@ def test_folder_that_is_none(tmp_path: Path) -> None:
         load(f"folder:{tmp_path}")
 
 
+def test_folder_of_grey_and_coloured_images(tmp_path: Path) -> None:
+    for c in ("a", "b"):
+        write_images(tmp_path / "train" / c, 2)
+    grey = np.concatenate([write_images(tmp_path / "test" / c, 2, mode="L") for c in ("a", "b")])
+    found = load(f"folder:{tmp_path}")
+    assert np.array_equal(found.test.x, np.repeat(grey[:, None], 3, 1))
+
+
+def test_folder_that_would_be_read_wrongly(tmp_path: Path) -> None:
+    write_images(tmp_path / "train" / "cat", 6)
+    write_images(tmp_path / "train" / "dog", 6)
+    with pytest.raises(
+        LabError, match="one class only, train; expected a folder for each of two classes or more"
+    ):
+        load(f"folder:{tmp_path}")
+    deep = Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16))
+    deep.save(tmp_path / "train" / "cat" / "000.png")
+    with pytest.raises(LabError, match=r"000.png has more than 8 bits a pixel"):
+        load(f"folder:{tmp_path / 'train'}")
+    whole = (tmp_path / "train" / "cat" / "001.png").read_bytes()
+    (tmp_path / "train" / "cat" / "000.png").write_bytes(whole[:60])
+    with pytest.raises(LabError, match=r"000.png cannot be read as an image"):
+        load(f"folder:{tmp_path / 'train'}")
+
+
 # --- inside packages -----------------------------------------------------------------------------------------------
 
 
