@@ -98,6 +98,12 @@ def test_a_study_is_text_both_ways(finished, tmp_path):
     (tmp_path / "a.toml").write_text(joint.to_toml())
     assert Study.read(tmp_path / "a.toml") == joint
     assert [(s.norm, s.lr, s.seed) for s in joint.grid()] == [("none", 0.01, 3), ("batch", 0.1, 3)]
+    # Values that are lists or tables themselves, along an axis.
+    options = Study(TINY, {"options": [(("init", "he"),), ()], "milestones": [(1,), (2, 3)]}, ("clean",))
+    (tmp_path / "a.toml").write_text(options.to_toml())
+    assert Study.read(tmp_path / "a.toml") == options
+    (tmp_path / "a.toml").write_text('[axes]\noptions = [{init = "he"}, {}]\n')
+    assert [s.options for s in Study.read(tmp_path / "a.toml").grid()] == [(("init", "he"),), ()]
     run = Study.read(finished.runs[0].folder / "settings.toml")
     assert (
         run.base == finished.runs[0].settings and run.axes == {} and run.measurements == DEFAULT.measurements
@@ -181,6 +187,43 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, monkeypatch,
         run_study(tiny(tmp_path / "study", **change))
     assert sentence in str(error.value)
     assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("fixed", "axis", "values"),
+    [
+        ('schedule = "step"', "milestones", [[1], [2, 3]]),
+        ("accumulate = 100", "batch_size", [128, 256]),
+        ("warmup = 9", "epochs", [10, 20]),
+    ],
+)
+def test_settings_agree_with_the_values_along_axes_not_with_what_is_usual(tmp_path, fixed, axis, values):
+    (tmp_path / "a.toml").write_text(f"{fixed}\n[axes]\n{axis} = {values}\n")
+    study = Study.read(tmp_path / "a.toml")
+    assert [s.values()[axis] for s in study.grid()] == values
+    if axis != "milestones":  # a list of them is one value in Python
+        single = {k: study.base.values()[k] for k in [fixed.split()[0]]}
+        made = make_study(["batch"], 1, ["clean"], None, {**single, axis: values})
+        assert [s.values()[axis] for s in made.grid()] == values
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("milestones = 5", "milestones must be a list of rising whole numbers from 1 on; got 5"),
+        ('milestones = "ab"', "got 'ab'"),
+        ("options = 5", "options are values by name, such as {'width': 8}; got 5"),
+        ("options = [1, 2]", "got [1, 2]"),
+        ("measurements = [1]", "measurements is a list of names"),
+        ("axes = {norm = [{a = 1}]}", "norm must be text"),
+        ("lr = inf", "lr must be above 0 and finite; got inf"),
+    ],
+)
+def test_a_file_of_wrong_values_is_a_sentence(tmp_path, text, sentence):
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(LabError) as error:
+        Study.read(tmp_path / "a.toml")
+    assert str(tmp_path / "a.toml") in str(error.value) and sentence in str(error.value)
 
 
 def test_axes_are_checked():

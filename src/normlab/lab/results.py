@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,4 +141,15 @@ def read_results(folder: str | Path) -> Results:
 
 
 def plain(value: Any) -> str:
+    """A setting's value in a label or a sentence, as the command line takes it.
+
+    >>> plain(0.1), plain((25, 40)), plain({"init": "he", "width": 8})
+    ('0.1', '25+40', 'init=he+width=8')
+    """
+    if isinstance(value, tuple) and any(isinstance(v, tuple) for v in value):
+        value = dict(value)  # options, as settings hold them
+    if isinstance(value, Mapping):
+        return "+".join(f"{k}={plain(v)}" for k, v in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return "+".join(map(plain, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
