@@ -173,6 +173,8 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") ->
     A folder stands for the kept weights in it. Of a state to go on from, the weights that would be tested are taken.
     """
     path = Path(checkpoint)
+    if (path / "study.toml").is_file():
+        raise LabError(f"{path} is the folder of a study; name one of its runs: {path / 'runs'}/NAME.")
     path = path / "best.safetensors" if path.is_dir() else path
     tensors, meta = load_checkpoint(path, device=device)
     if "settings" not in meta or "data" not in meta:
