@@ -11,6 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ..measurements import mean_of
+from ..results import plain
 from .palette import look_of_norms
 from .view import (
     Cell,
@@ -125,15 +126,11 @@ def label_of(values: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """``batch``, ``batch, batch size 32``: the norm says itself, the others say their name."""
     if not values:
         return str(settings.get("norm", "all runs"))
-    return ", ".join(str(v) if k in FIRST else f"{words_of(k)} {number(v)}" for k, v in values.items())
+    return ", ".join(str(v) if k in FIRST else f"{words_of(k)} {plain(v)}" for k, v in values.items())
 
 
 def words_of(name: str) -> str:
     return name.replace("_", " ")
-
-
-def number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # ------------------------------------------------------------------------------------------------------ records
@@ -172,7 +169,9 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
         what = mean_of(first)
         cells = {label: cell([float(r["accuracy"]) for r in found]) for label, found in by.items()}
         kind, arguments = str(first.get("kind", "")), dict(first.get("arguments") or {})
-        columns.append(Column(title_of(name, by) + what, "%", True, cells, name, kind, arguments, bool(what)))
+        title = title_of(name, by)
+        short = min(name, title, key=len)  # a text with many arguments reads better as its title
+        columns.append(Column(title + what, "%", True, cells, short, kind, arguments, bool(what)))
         scalars = {label: [r.get("scalars") or {} for r in found] for label, found in by.items()}
         for scalar in dict.fromkeys(k for found in scalars.values() for s in found for k in s):
             cells = {
@@ -318,7 +317,7 @@ def branch_of(record: Mapping[str, Any]) -> str:
     """Which branch was measured, or what of both."""
     given = record.get("arguments") or {}
     if "mix" in given:
-        return f"{given.get('of', 'probabilities')} mixed by {number(given['mix'])}"
+        return f"{given.get('of', 'probabilities')} mixed by {plain(given['mix'])}"
     return f"branch {record['branch']}" if "branch" in record else "one branch"
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._text import words
+from ..results import plain
 from . import figures as draw
-from .gather import gather, number, words_of
+from .gather import gather, words_of
 from .palette import COLOURS
 from .view import Cell, Comparison, ComparisonRow, Config, Curve, View
-from .words import decimals, reading, show, signed
+from .words import decimals, near_words, reading, show, signed
 
 if TYPE_CHECKING:
     from ..results import Results
@@ -82,6 +83,7 @@ def render(
         "asked": asked(view, results),
         "reading": reading(view),
         "repeated": repeated,
+        "near_words": near_words(view),
         "uneven": len({c.n for column in view.columns for c in column.cells.values()}) > 1,
         "headline_caption": headline_caption(view),
         "error_note": error_note(view),
@@ -170,7 +172,7 @@ def asked(view: View, results: Results | None) -> str:
     if not view.configs:
         return ""
     axes = [
-        f"{words_of(k)} {', '.join(number(v) for v in values)}"
+        f"{words_of(k)} {', '.join(plain(v) for v in values)}"
         for k, values in view.axes.items()
         if k != "norm"
     ]
@@ -229,7 +231,7 @@ def value_text(value: Any) -> str:
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{k} = {v}" for k, v in value.items()) or "none"
-    return number(value)
+    return plain(value)
 
 
 # ------------------------------------------------------------------------------------------------------ repetition

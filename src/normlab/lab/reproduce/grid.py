@@ -326,6 +326,9 @@ def draw_rows(comparison: Comparison, unit: str = "%") -> Any:
         ax.set_xlabel(unit, fontsize=8)
     axes[0, 0].set_yticks(range(len(labels)), labels, fontsize=8)
     axes[0, 0].set_ylim(len(labels) - 0.5, -0.5)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    picture.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    drawn = [ax.get_legend_handles_labels() for ax in axes[0]]  # not every column is in the paper
+    handles = {name: handle for found in drawn for handle, name in zip(*found, strict=True)}
+    picture.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=8, frameon=False
+    )
     return picture
