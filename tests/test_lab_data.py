@@ -311,6 +311,31 @@ def test_unknown_name_and_size() -> None:
         load("digits", size=-3)
 
 
+# --- one's own -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x, y: (x[:, 0], y), r"are \[N, C, H, W\] and their labels \[N\]; got \[6, 4, 4\] and \[6\]"),
+        (lambda x, y: (x.float(), y), r"bytes, or pixels in \[0, 1\]; got torch.float32 from 0 to 255"),
+        (
+            lambda x, y: (x, y.float()),
+            "labels of the test images of toy are whole numbers; got torch.float32",
+        ),
+        (lambda x, y: (x.numpy(), y.numpy()), "are tensors; got ndarray and ndarray"),
+        (lambda x, y: (x[..., :3], y), r"differ in shape, \[1, 4, 4\] and \[1, 4, 3\]"),
+        (lambda x, y: (x[:5], y), "5 test images and 6 labels"),
+    ],
+)
+def test_images_that_do_not_fit_are_told(change: Any, sentence: str) -> None:
+    x = torch.arange(6, dtype=torch.uint8).mul(51).view(6, 1, 1, 1).expand(6, 1, 4, 4)
+    y = torch.arange(6) % 2
+    Data("toy", Images(x / 255, y), Images(x, y), ("a", "b"), (0.5,), (0.25,))
+    with pytest.raises(LabError, match=sentence):
+        Data("toy", Images(x, y), Images(*change(x, y)), ("a", "b"), (0.5,), (0.25,))
+
+
 # --- folders -------------------------------------------------------------------------------------------------------
 
 

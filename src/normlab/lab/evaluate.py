@@ -226,6 +226,8 @@ def measure(
     images, say by what: ``mean`` and ``std``, one number a channel of pixels in [0, 1]. The batch size enters where
     random numbers are drawn batch by batch: the same one gives the same numbers.
     """
+    if isinstance(measurements, str):
+        raise LabError(f"measurements are a list, [{measurements!r}]; got the text {measurements!r}")
     asked = [m if isinstance(m, Measurement) else parse(m) for m in measurements]
     if (mean is None) != (std is None):
         raise LabError("mean and std belong together; give both or neither")

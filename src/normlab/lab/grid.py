@@ -122,10 +122,16 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
+def _listed(texts: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(texts, str):
+        raise LabError(f"measurements are a list, [{texts!r}]; got the text {texts!r}.")
+    return tuple(texts)
+
+
 def measurements_of(texts: Sequence[str]) -> list[Measurement]:
     from .evaluate import parse
 
-    found = {m.name: m for m in map(parse, texts)}  # the same one under two spellings is one
+    found = {m.name: m for m in map(parse, _listed(texts))}  # the same one under two spellings is one
     return list(found.values())
 
 
@@ -155,9 +161,9 @@ def make_study(
     }
     single = {k: v for k, v in settings.items() if k not in lists}
     seeds = range(seeds) if isinstance(seeds, int) else seeds
-    along = {"norm": list(norms), **lists, "seed": list(seeds)}
+    along = {"norm": norms if isinstance(norms, str) else list(norms), **lists, "seed": list(seeds)}
     axes = {name: axis_of(name, values) for name, values in along.items()}
-    study = Study((base or Settings()).with_(**single | firsts(axes)), axes, tuple(measure))
+    study = Study((base or Settings()).with_(**single | firsts(axes)), axes, _listed(measure))
     return replace(study, folder=Path(out) if out is not None else default_folder(study))
 
 

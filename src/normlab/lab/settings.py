@@ -246,6 +246,6 @@ def _checked(spec: Any, value: Any) -> Any:
         low, high, above = limits
         if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
             bound = f"above {low:g}" if above else f"at least {low:g}"
-            limit = f"at most {high:g}" if high < 1e9 else "finite"
-            raise LabError(f"{name} must be {bound} and {limit}; got {value}.")
+            limit = f" and at most {high:g}" if high < 1e9 else " and finite" if value == float("inf") else ""
+            raise LabError(f"{name} must be {bound}{limit}; got {value}.")
     return value
