@@ -362,6 +362,15 @@ def test_averaged_weights_are_the_ones_that_come_back(tmp_path):
         assert lab.accuracy(model, data.test.x, data.test.y) == pytest.approx(run.history[-1]["accuracy"])
 
 
+def test_a_text_where_a_list_is_expected_is_a_sentence(tmp_path):
+    with pytest.raises(LabError, match="axis norm needs a list with at least one value; got 'batch'"):
+        lab.compare("batch", out=tmp_path)
+    for ask in (lambda: lab.compare(["batch"], measure="clean", out=tmp_path),
+                lambda: study_module.train(TINY, tmp_path, measure="clean")):  # fmt: skip
+        with pytest.raises(LabError, match=r"measurements are a list, \['clean'\]; got the text 'clean'"):
+            ask()
+
+
 def test_a_device_that_is_not_there_is_a_sentence():
     assert study_module.pick_device("cpu").type == "cpu"
     for name in ("cuda:99", "toaster"):
@@ -416,3 +425,15 @@ def test_what_stops_a_worker_is_said(tmp_path):
         run_jobs([{**job, "settings": wrong}], 1, Watcher(), lambda *_: None)
     with pytest.raises(LabError, match=r"ended with code 1:(.|\n)*KeyError: 'home'"):
         run_jobs([{"settings": wrong}], 1, Watcher(), lambda *_: None)
+
+    class Kill(Watcher):
+        def run(self, settings, *, done_epochs):
+            children = subprocess.run(
+                ["pgrep", "-P", str(os.getpid()), "-f", "workers"], capture_output=True, text=True
+            )
+            for child in children.stdout.split():
+                os.kill(int(child), signal.SIGKILL)
+
+    job |= {"home": str(tmp_path / "b"), "settings": TINY.with_(epochs=500).values()}
+    with pytest.raises(LabError, match=r"was killed from outside.* the same command again goes on"):
+        run_jobs([job], 1, Kill(), lambda *_: None)

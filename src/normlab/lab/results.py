@@ -13,7 +13,7 @@ from .._text import nearest, words
 from .errors import LabError
 from .grid import Study, measurements_of, names_of
 from .settings import Settings
-from .store import read_lines
+from .store import read_log, read_records
 
 __all__ = ["Results", "Row", "Run", "plain", "read_results", "read_run"]
 
@@ -113,7 +113,7 @@ def read_run(folder: str | Path) -> Run:
     """The run of :func:`train`."""
     folder = Path(folder)
     settings = Settings.read(folder / "settings.toml")
-    return Run(settings, folder, read_lines(folder / "log.jsonl"), read_lines(folder / "results.jsonl"))
+    return Run(settings, folder, read_log(folder), read_records(folder))
 
 
 def read_results(folder: str | Path) -> Results:
@@ -128,7 +128,7 @@ def read_results(folder: str | Path) -> Results:
         )
     study = Study.read(folder / "study.toml", folder=folder)
     records: dict[str, list[dict[str, Any]]] = {}
-    for record in read_lines(folder / "results.jsonl"):
+    for record in read_records(folder):
         records.setdefault(record["digest"], []).append(record)
     order = [m.name for m in measurements_of(study.measurements)]
     runs = []
@@ -136,7 +136,7 @@ def read_results(folder: str | Path) -> Results:
         home, own = folder / "runs" / settings.name, records.get(settings.digest(), [])
         if (home / "settings.toml").is_file() or own:
             own.sort(key=lambda r: order.index(r["measurement"]) if r["measurement"] in order else len(order))
-            runs.append(Run(settings, home, read_lines(home / "log.jsonl"), own))
+            runs.append(Run(settings, home, read_log(home), own))
     return Results(study, runs)
 
 

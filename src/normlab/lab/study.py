@@ -28,7 +28,7 @@ from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, n
 from .loop import Watcher, arithmetic, fit, load_weights
 from .results import Results, Row, Run, plain, read_results, read_run
 from .settings import Settings
-from .store import append_line, load_checkpoint, locked, read_lines, write_atomic
+from .store import append_line, load_checkpoint, locked, read_records, write_atomic
 from .torchrun import led, together
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run_study(
     with locked(folder):
         write_atomic(folder / "study.toml", _merged(study).to_toml())
         there: dict[str, dict[str, dict[str, Any]]] = {}
-        for record in read_lines(folder / "results.jsonl"):
+        for record in read_records(folder):
             there.setdefault(record["digest"], {})[record["measurement"]] = record
         left: list[tuple[Settings, list[Measurement]]] = []
         # Seeds outermost: every configuration has its first result before any has its second.
@@ -159,7 +159,7 @@ def train(
     _check_home(settings, folder)
     with locked(folder):
         model = trained(settings, data, folder, watch, place, tensorboard=tensorboard)
-        done = {r["measurement"] for r in read_lines(folder / "results.jsonl")}
+        done = {r["measurement"] for r in read_records(folder)}
         open_ = [m for m in measurements if m.name not in done]
         for record in measured(model, data, settings, open_, watch, place):
             append_line(folder / "results.jsonl", record)

@@ -17,7 +17,7 @@ from ..errors import LabError
 from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
-from ..store import Busy, locked, read_lines
+from ..store import Busy, locked, read_log, read_records
 from .base import Context, compared, remember
 from .figures import Value
 
@@ -205,8 +205,8 @@ class _Kept:
 
 def _finished(home: Path, settings: Settings, names: set[str]) -> bool:
     """Whether a folder has the trained weights and all measurements of these settings."""
-    done = {r["measurement"] for r in read_lines(home / "results.jsonl") if r["digest"] == settings.digest()}
-    trained = (home / "best.safetensors").exists() and len(read_lines(home / "log.jsonl")) >= settings.epochs
+    done = {r["measurement"] for r in read_records(home) if r["digest"] == settings.digest()}
+    trained = (home / "best.safetensors").exists() and len(read_log(home)) >= settings.epochs
     return trained and names <= done
 
 
