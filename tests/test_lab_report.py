@@ -357,6 +357,17 @@ def test_the_reading_names_a_measurement_of_many_arguments_by_its_title() -> Non
     assert f"no winner on {title} (" in text and name not in text
 
 
+def test_a_number_of_several_measurements_says_of_which() -> None:
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        return [{"measurement": f"affinity(augmentation={a})", "title": f"augmented by {a}", "accuracy": 9.0,
+                 "scalars": {"affinity": -1.0}} for a in ("flip", "crop")]  # fmt: skip
+
+    titles = [c.title for c in gather(made_up(("none", "batch"), records=records)).columns]
+    assert titles == ["augmented by flip", "affinity, augmented by flip", "augmented by crop",
+                      "affinity, augmented by crop"]  # fmt: skip
+    assert "uCE over 15" in [c.title for c in gather(made_up(records=rich_records)).columns]
+
+
 def test_marks_are_explained_where_they_stand() -> None:
     def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
         return [{"measurement": "clean", "accuracy": 90.0 if settings.norm != "group" else 80.0}]
@@ -722,7 +733,7 @@ def test_long_names_leave_room_for_the_numbers(tmp_path: Path) -> None:
     )
     found = measured(page, tmp_path, width=1000)
     assert found["width"] <= 1000 and found["outside"] == [] and found["drifted"] == []
-    assert found["label"] <= 24 * 16
+    assert found["label"] <= 30 * 16
 
 
 @in_browser
