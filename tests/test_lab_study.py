@@ -335,6 +335,18 @@ def test_one_run_in_a_folder_of_its_own(tmp_path):
     assert read_results(tmp_path / "run").runs == [run]
 
 
+def test_a_run_that_could_not_begin_leaves_its_folder_free(tmp_path):
+    wrong = TINY.with_(data="digits", recipe="augmented(flip)", epochs=1)
+    with pytest.raises(LabError, match="a mirrored image of digits may be of another class"):
+        study_module.train(wrong, tmp_path / "run")
+    run = study_module.train(wrong.with_(recipe="augmented(cutout)"), tmp_path / "run")
+    assert run.settings.recipe == "augmented(cutout)"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "settings.toml").write_text(wrong.to_toml())  # by hand: it is not overwritten
+    with pytest.raises(LabError, match="other settings: recipe was"):
+        study_module.train(wrong.with_(recipe="classify"), tmp_path / "own")
+
+
 def test_models_come_back_from_checkpoints(finished, tmp_path):
     run = finished.runs[2]
     data = study_module.load_data(run.settings)

@@ -307,13 +307,16 @@ def _checked_data(
 
 
 def _check_home(settings: Settings, home: Path) -> None:
-    """A run's folder is empty or its own."""
-    if (home / "settings.toml").exists():
+    """A run's folder is empty or its own. Settings alone, of a run that never finished an epoch, are no run yet."""
+    files = ("last.safetensors", "best.safetensors", "log.jsonl", "results.jsonl")
+    begun = any((home / n).exists() for n in files)
+    by_hand = not (home / ".lock").exists()  # a settings.toml that no run wrote
+    if (begun or by_hand) and (home / "settings.toml").exists():
         there = Settings.read(home / "settings.toml")
         if there.digest() != settings.digest():
             raise LabError(f"{home} holds a run with other settings: {_differences(there, settings)}. Choose another "
                            "folder for this run, or give the settings that were used there.")  # fmt: skip
-    elif any((home / name).exists() for name in ("last.safetensors", "best.safetensors", "log.jsonl")):
+    elif begun:
         raise LabError(f"{home} holds files of a run but not its settings.toml; choose another folder.")
 
 
