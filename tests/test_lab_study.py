@@ -348,6 +348,8 @@ def test_a_run_that_could_not_begin_leaves_its_folder_free(tmp_path):
 
 
 def test_models_come_back_from_checkpoints(finished, tmp_path):
+    with pytest.raises(LabError, match="is the folder of a study; name one of its runs"):
+        lab.load_model(finished.study.folder)
     run = finished.runs[2]
     data = study_module.load_data(run.settings)
     for path in (run.folder, run.folder / "best.safetensors", run.folder / "last.safetensors"):
