@@ -159,6 +159,18 @@ def test_evaluate_a_module_of_ones_own(normlab, tmp_path, monkeypatch):
     for module, word in (("mine_for_this_test", "package.module:function"), ("no_such_module:f", "no module"),
                          ("mine_for_this_test:nothing", "has no 'nothing'")):  # fmt: skip
         refused(normlab("evaluate", "--module", module, "--data", "digits"), word)
+    (tmp_path / "wrong_for_this_test.py").write_text(
+        "def takes(x): ...\ndef fails(): return {}['key']\nnumber = 3\n"
+    )
+    (tmp_path / "syntax_for_this_test.py").write_text("def network(:\n")
+    for module, word in (("wrong_for_this_test:takes", "missing 1 required positional argument: 'x'"),
+                         ("wrong_for_this_test:fails", "KeyError: 'key' ("),
+                         ("wrong_for_this_test:number", "gave a int"),
+                         ("syntax_for_this_test:network", "SyntaxError")):  # fmt: skip
+        refused(normlab("evaluate", "--module", module, "--data", "digits"), f"--module {module}", word)
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "whole.pt")
+    refused(normlab(*common, "--weights", "whole.pt"), "torch.save(model.state_dict(), path)")
+    refused(normlab(*common, "--mean", "nan", "--std", "1"), "numbers with commas")
     refused(normlab("evaluate", "--module", "mine_for_this_test:network"), "needs --data")
     refused(normlab("evaluate"), "Give a checkpoint")
 

@@ -311,6 +311,31 @@ def test_unknown_name_and_size() -> None:
         load("digits", size=-3)
 
 
+# --- one's own -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x, y: (x[:, 0], y), r"are \[N, C, H, W\] and their labels \[N\]; got \[6, 4, 4\] and \[6\]"),
+        (lambda x, y: (x.float(), y), r"bytes, or pixels in \[0, 1\]; got torch.float32 from 0 to 255"),
+        (
+            lambda x, y: (x, y.float()),
+            "labels of the test images of toy are whole numbers; got torch.float32",
+        ),
+        (lambda x, y: (x.numpy(), y.numpy()), "are tensors; got ndarray and ndarray"),
+        (lambda x, y: (x[..., :3], y), r"differ in shape, \[1, 4, 4\] and \[1, 4, 3\]"),
+        (lambda x, y: (x[:5], y), "5 test images and 6 labels"),
+    ],
+)
+def test_images_that_do_not_fit_are_told(change: Any, sentence: str) -> None:
+    x = torch.arange(6, dtype=torch.uint8).mul(51).view(6, 1, 1, 1).expand(6, 1, 4, 4)
+    y = torch.arange(6) % 2
+    Data("toy", Images(x / 255, y), Images(x, y), ("a", "b"), (0.5,), (0.25,))
+    with pytest.raises(LabError, match=sentence):
+        Data("toy", Images(x, y), Images(*change(x, y)), ("a", "b"), (0.5,), (0.25,))
+
+
 # --- folders -------------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +391,31 @@ def test_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "train" / "cat" / "000.png").write_bytes(b"\x89PNG cut off")
     with pytest.raises(LabError, match="cannot be read"):
         load(f"folder:{tmp_path}")
+
+
+def test_folder_of_grey_and_coloured_images(tmp_path: Path) -> None:
+    for c in ("a", "b"):
+        write_images(tmp_path / "train" / c, 2)
+    grey = np.concatenate([write_images(tmp_path / "test" / c, 2, mode="L") for c in ("a", "b")])
+    found = load(f"folder:{tmp_path}")
+    assert np.array_equal(found.test.x, np.repeat(grey[:, None], 3, 1))
+
+
+def test_folder_that_would_be_read_wrongly(tmp_path: Path) -> None:
+    write_images(tmp_path / "train" / "cat", 6)
+    write_images(tmp_path / "train" / "dog", 6)
+    with pytest.raises(
+        LabError, match="one class only, train; expected a folder for each of two classes or more"
+    ):
+        load(f"folder:{tmp_path}")
+    deep = Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16))
+    deep.save(tmp_path / "train" / "cat" / "000.png")
+    with pytest.raises(LabError, match=r"000.png has more than 8 bits a pixel"):
+        load(f"folder:{tmp_path / 'train'}")
+    whole = (tmp_path / "train" / "cat" / "001.png").read_bytes()
+    (tmp_path / "train" / "cat" / "000.png").write_bytes(whole[:60])
+    with pytest.raises(LabError, match=r"000.png cannot be read as an image"):
+        load(f"folder:{tmp_path / 'train'}")
 
 
 # --- inside packages -----------------------------------------------------------------------------------------------

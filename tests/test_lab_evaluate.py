@@ -516,6 +516,9 @@ def test_what_only_the_data_can_tell(model: Classifier, data: Data) -> None:
     assert "already reaches every image" in complaint("fgsm(eps=9)")  # in standardised units
     assert "give eps with units=pixels" in complaint("fgsm(units=pixels)")
     assert "give std with units=pixels" in complaint("noise(units=pixels)")
+    assert "of 10 classes the right one is always among the 10 highest" in complaint("clean(top=10)")
+    with pytest.raises(LabError, match="got the text 'clean'"):
+        measure(model, data, "clean")
     assert "bands 1 to 8" in complaint("low-pass(bands=9)")
     assert "5 outputs, but digits has 10 classes" in complaint(
         "clean", nn.Sequential(nn.Flatten(), nn.Linear(64, 5))

@@ -377,6 +377,32 @@ def test_a_last_batch_of_one_image_is_left_out():
         trained(TINY, tiny_data(1))
 
 
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (lambda loss: loss, "got Tensor"),
+        (lambda loss: None, "got NoneType"),
+        (lambda loss: {"los": loss}, "got the names los"),
+        (lambda loss: {"loss": loss.expand(8)}, r"'loss' is \[8\]"),
+        (lambda loss: {"loss": loss, "other": 1.0}, "'other' is float"),
+        (lambda loss: {"loss": loss.detach()}, "has no gradient"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_told(step, sentence):
+    class Wrong(Classify):
+        def step(self, model, batch, ctx):
+            return step(F.cross_entropy(model(batch.x), batch.y))
+
+    with pytest.raises(LabError, match=sentence):
+        trained(TINY, recipe=Wrong())
+
+
+def test_a_recipe_that_is_none_is_told():
+    for wrong in ("classify", Classify):
+        with pytest.raises(LabError, match="recipe is an object of"):
+            trained(TINY, recipe=wrong)
+
+
 def test_a_recipe_of_two_phases_has_two_optimizers(tmp_path):
     class Alternate(Recipe):
         score = "accuracy"

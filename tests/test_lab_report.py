@@ -344,6 +344,41 @@ def test_the_reading_says_who_wins_by_how_many_standard_errors() -> None:
     assert "no winner on clean" in text and "± 50 %" in text
 
 
+def test_the_reading_names_a_measurement_of_many_arguments_by_its_title() -> None:
+    name, title = (
+        "pgd(eps=0.1, units=pixels, steps=10, n=8, samples=0)",
+        "pgd-linf eps=0.1 pixels steps=10 n=8",
+    )
+
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        return [{"measurement": name, "title": title, "accuracy": 9.0}]
+
+    text = " ".join(reading(gather(made_up(("none", "batch"), records=records))))
+    assert f"no winner on {title} (" in text and name not in text
+
+
+def test_a_number_of_several_measurements_says_of_which() -> None:
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        return [{"measurement": f"affinity(augmentation={a})", "title": f"augmented by {a}", "accuracy": 9.0,
+                 "scalars": {"affinity": -1.0}} for a in ("flip", "crop")]  # fmt: skip
+
+    titles = [c.title for c in gather(made_up(("none", "batch"), records=records)).columns]
+    assert titles == ["augmented by flip", "affinity, augmented by flip", "augmented by crop",
+                      "affinity, augmented by crop"]  # fmt: skip
+    assert "uCE over 15" in [c.title for c in gather(made_up(records=rich_records)).columns]
+
+
+def test_marks_are_explained_where_they_stand() -> None:
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        return [{"measurement": "clean", "accuracy": 90.0 if settings.norm != "group" else 80.0}]
+
+    level = terminal.markdown(made_up(("none", "batch", "group"), 1, records=records))
+    assert level.endswith("one run each, so no standard error; ○ as good as the best.\n")
+    won = terminal.markdown(made_up(("none", "group"), 1, records=records))
+    assert won.endswith("one run each, so no standard error; bold best.\n")
+    assert terminal.markdown(made_up(("none",), 1, records=records)).endswith("so no standard error.\n")
+
+
 def test_the_reading_does_not_overclaim() -> None:
     once = " ".join(reading(gather(made_up(seeds=1))))
     assert "n = 1" in once and "may be chance" in once and " SE" not in once and "is best" not in once
@@ -440,7 +475,7 @@ def test_the_page_has_every_section_it_has_something_for(everything: Path, tmp_p
     )
     assert sections(page) == {"paper", "repeat"}
     assert Page(page.read_text()).tables["table 0"] == [
-        ["row", "column", "ours", "n"],
+        ["row", "column", "ours (%)", "n"],
         ["input", "classes left", "99.0 ± 0.5", "2"],
     ]
 
@@ -508,8 +543,9 @@ def test_the_page_says_how_to_repeat_it(everything: Path) -> None:
 
 
 def test_the_paper_stands_beside_ours(everything: Path) -> None:
-    table = next(t for t in Page(everything.read_text()).tables.values() if "paper" in t[0])
-    assert table[1:] == [
+    table = next(t for t in Page(everything.read_text()).tables.values() if "paper (%)" in t[0])
+    assert table == [
+        ["row", "column", "paper (%)", "ours (%)", "n", "difference"],
         ["VGG8", "clean", "87.9 ± 0.1", "87.4 ± 0.6", "3", "−0.5"],  # noqa: RUF001
         ["VGG8", "noise", "78.9 ± 0.1", "80.5 ± 0.6", "3", "+1.6"],
         ["VGG8", "unpublished", "–", "51.0", "1", "–"],  # noqa: RUF001
@@ -629,11 +665,14 @@ MEASURE = """<script>addEventListener('load', () => {
     const box = e.getBoundingClientRect();
     return !e.closest('.box, pre, .hidden') && (box.right > innerWidth + 0.5 || box.left < -0.5);
   }).map(e => e.tagName + ' ' + e.textContent.trim().slice(0, 40));
+  const drifted = all('svg[role=img]').filter(s => [...s.querySelectorAll('text')].some(
+    t => t.getBoundingClientRect().left < s.getBoundingClientRect().left - 1)).map(s => s.getAttribute('aria-label'));
+  const label = Math.max(...all('#headline tbody th span').map(e => e.getBoundingClientRect().width));
   const buttons = all('#headline th button'), order = [first()];
   if (buttons.length) { buttons[1].click(); order.push(first()); buttons[1].click(); order.push(first()); }
   const drawn = all('svg').filter(s => s.getBoundingClientRect().width > 5 && s.getBBox().width > 0);
   const report = {
-    seen, title: document.title, inner: innerWidth, width, outside, order,
+    seen, title: document.title, inner: innerWidth, width, outside, order, drifted, label,
     drawings: all('svg').length, drawn: drawn.length,
     images: all('img').length, loaded: all('img').filter(i => i.complete && i.naturalWidth > 0).length,
     cells: all('#headline td, #headline th').filter(c => c.getBoundingClientRect().width > 0).length,
@@ -683,6 +722,18 @@ def test_in_a_browser_every_picture_is_drawn_and_tables_sort(everything: Path, t
     clean = gather(made_up(records=rich_records)).columns[0].ranked()
     assert found["order"] == ["none", clean[0][0], clean[-1][0]]
     assert found["paper"] == "rgb(254, 254, 253)" and "system-ui" in found["font"]
+
+
+@in_browser
+def test_long_names_leave_room_for_the_numbers(tmp_path: Path) -> None:
+    names = ("switchable(moving_average=False, ghost=8)", "batch(ghost=8, momentum=0.123456, eps=0.000123)")
+    recipe = "streams(main=cutout(size=8), aux=randaugment(n=2, m=4, cutout=8), forward=one)"
+    page = write_report(
+        made_up(names, 2, batch_size=[2, 16], recipe=["classify", recipe]), tmp_path / "long.html"
+    )
+    found = measured(page, tmp_path, width=1000)
+    assert found["width"] <= 1000 and found["outside"] == [] and found["drifted"] == []
+    assert found["label"] <= 30 * 16
 
 
 @in_browser

@@ -11,7 +11,7 @@ from torch import nn
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.models import Classifier, Standardize
-from normlab.lab.reproduce import base, figures, grid, together
+from normlab.lab.reproduce import base, figures, grid, outcomes, together
 from normlab.lab.reproduce.vulnerability import circles, dimension, imagenet, margin, paper
 from normlab.lab.settings import Settings
 from normlab.lab.store import load_checkpoint, locked
@@ -160,7 +160,25 @@ def test_entry_runs(name, tmp_path, monkeypatch):
     assert len(stored["comparisons"]) == len(outcome.comparisons)
     page = (tmp_path / "report.html").read_text()
     assert outcome.report == tmp_path / "report.html" and outcome.comparisons[0].title in page
-    assert str(outcome).splitlines()[0] == outcome.comparisons[0].title
+    first = outcome.comparisons[0]
+    assert str(outcome).splitlines()[0] == first.title + (f" ({first.unit})" if first.unit else "")
+
+
+def test_the_picture_of_a_table_explains_both_marks_where_a_later_column_is_published():
+    rows = [
+        base.compared("BN", "robust", None, [25.0]),
+        base.compared("BN", "clean", figures.Value(72.1), [25.0]),
+    ]
+    picture = grid.draw_rows(base.Comparison("Table 5", rows))
+    assert sorted(t.get_text() for t in picture.legends[0].get_texts()) == ["ours", "paper"]
+
+
+def test_layers_and_epochs_are_whole_numbers_on_an_axis():
+    picture = outcomes.curves([("CAPV", "layer", "variance", {"AuxBN": [([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4])]}),
+                               ("losses", "epoch", "loss", {"AuxBN": [([1], [0.1])]})])  # fmt: skip
+    for axes in picture.axes:
+        low, high = axes.get_xlim()
+        assert all(float(t).is_integer() for t in axes.get_xticks() if low <= t <= high)
 
 
 def test_paper_and_ours_stand_beside_each_other(tmp_path, monkeypatch):

@@ -42,6 +42,15 @@ def test_a_broken_line_inside_a_file_is_named(tmp_path):
         store.read_lines(path)
 
 
+def test_a_line_of_another_version_is_named(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"epoch": 1}\n{"x": 2}\n')
+    with pytest.raises(LabError, match=r"log\.jsonl, line 2, has no 'epoch'; .* of another version"):
+        store.read_log(tmp_path)
+    (tmp_path / "results.jsonl").write_text('{"digest": "a", "measurement": "clean"}\n{"digest": "a"}\n')
+    with pytest.raises(LabError, match=r"results\.jsonl, line 2, has no 'measurement'"):
+        store.read_records(tmp_path)
+
+
 def test_long_files_are_appended_after_their_last_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"a": "' + b"x" * 200_000 + b'"}\n' + b"y" * 150_000)

@@ -98,6 +98,12 @@ def test_a_study_is_text_both_ways(finished, tmp_path):
     (tmp_path / "a.toml").write_text(joint.to_toml())
     assert Study.read(tmp_path / "a.toml") == joint
     assert [(s.norm, s.lr, s.seed) for s in joint.grid()] == [("none", 0.01, 3), ("batch", 0.1, 3)]
+    # Values that are lists or tables themselves, along an axis.
+    options = Study(TINY, {"options": [(("init", "he"),), ()], "milestones": [(1,), (2, 3)]}, ("clean",))
+    (tmp_path / "a.toml").write_text(options.to_toml())
+    assert Study.read(tmp_path / "a.toml") == options
+    (tmp_path / "a.toml").write_text('[axes]\noptions = [{init = "he"}, {}]\n')
+    assert [s.options for s in Study.read(tmp_path / "a.toml").grid()] == [(("init", "he"),), ()]
     run = Study.read(finished.runs[0].folder / "settings.toml")
     assert (
         run.base == finished.runs[0].settings and run.axes == {} and run.measurements == DEFAULT.measurements
@@ -181,6 +187,43 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, monkeypatch,
         run_study(tiny(tmp_path / "study", **change))
     assert sentence in str(error.value)
     assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("fixed", "axis", "values"),
+    [
+        ('schedule = "step"', "milestones", [[1], [2, 3]]),
+        ("accumulate = 100", "batch_size", [128, 256]),
+        ("warmup = 9", "epochs", [10, 20]),
+    ],
+)
+def test_settings_agree_with_the_values_along_axes_not_with_what_is_usual(tmp_path, fixed, axis, values):
+    (tmp_path / "a.toml").write_text(f"{fixed}\n[axes]\n{axis} = {values}\n")
+    study = Study.read(tmp_path / "a.toml")
+    assert [s.values()[axis] for s in study.grid()] == values
+    if axis != "milestones":  # a list of them is one value in Python
+        single = {k: study.base.values()[k] for k in [fixed.split()[0]]}
+        made = make_study(["batch"], 1, ["clean"], None, {**single, axis: values})
+        assert [s.values()[axis] for s in made.grid()] == values
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("milestones = 5", "milestones must be a list of rising whole numbers from 1 on; got 5"),
+        ('milestones = "ab"', "got 'ab'"),
+        ("options = 5", "options are values by name, such as {'width': 8}; got 5"),
+        ("options = [1, 2]", "got [1, 2]"),
+        ("measurements = [1]", "measurements is a list of names"),
+        ("axes = {norm = [{a = 1}]}", "norm must be text"),
+        ("lr = inf", "lr must be above 0 and finite; got inf"),
+    ],
+)
+def test_a_file_of_wrong_values_is_a_sentence(tmp_path, text, sentence):
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(LabError) as error:
+        Study.read(tmp_path / "a.toml")
+    assert str(tmp_path / "a.toml") in str(error.value) and sentence in str(error.value)
 
 
 def test_axes_are_checked():
@@ -292,7 +335,21 @@ def test_one_run_in_a_folder_of_its_own(tmp_path):
     assert read_results(tmp_path / "run").runs == [run]
 
 
+def test_a_run_that_could_not_begin_leaves_its_folder_free(tmp_path):
+    wrong = TINY.with_(data="digits", recipe="augmented(flip)", epochs=1)
+    with pytest.raises(LabError, match="a mirrored image of digits may be of another class"):
+        study_module.train(wrong, tmp_path / "run")
+    run = study_module.train(wrong.with_(recipe="augmented(cutout)"), tmp_path / "run")
+    assert run.settings.recipe == "augmented(cutout)"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "settings.toml").write_text(wrong.to_toml())  # by hand: it is not overwritten
+    with pytest.raises(LabError, match="other settings: recipe was"):
+        study_module.train(wrong.with_(recipe="classify"), tmp_path / "own")
+
+
 def test_models_come_back_from_checkpoints(finished, tmp_path):
+    with pytest.raises(LabError, match="is the folder of a study; name one of its runs"):
+        lab.load_model(finished.study.folder)
     run = finished.runs[2]
     data = study_module.load_data(run.settings)
     for path in (run.folder, run.folder / "best.safetensors", run.folder / "last.safetensors"):
@@ -317,6 +374,15 @@ def test_averaged_weights_are_the_ones_that_come_back(tmp_path):
     for name in ("best", "last"):
         model, _ = lab.load_model(tmp_path / f"{name}.safetensors")
         assert lab.accuracy(model, data.test.x, data.test.y) == pytest.approx(run.history[-1]["accuracy"])
+
+
+def test_a_text_where_a_list_is_expected_is_a_sentence(tmp_path):
+    with pytest.raises(LabError, match="axis norm needs a list with at least one value; got 'batch'"):
+        lab.compare("batch", out=tmp_path)
+    for ask in (lambda: lab.compare(["batch"], measure="clean", out=tmp_path),
+                lambda: study_module.train(TINY, tmp_path, measure="clean")):  # fmt: skip
+        with pytest.raises(LabError, match=r"measurements are a list, \['clean'\]; got the text 'clean'"):
+            ask()
 
 
 def test_a_device_that_is_not_there_is_a_sentence():
@@ -373,3 +439,15 @@ def test_what_stops_a_worker_is_said(tmp_path):
         run_jobs([{**job, "settings": wrong}], 1, Watcher(), lambda *_: None)
     with pytest.raises(LabError, match=r"ended with code 1:(.|\n)*KeyError: 'home'"):
         run_jobs([{"settings": wrong}], 1, Watcher(), lambda *_: None)
+
+    class Kill(Watcher):
+        def run(self, settings, *, done_epochs):
+            children = subprocess.run(
+                ["pgrep", "-P", str(os.getpid()), "-f", "workers"], capture_output=True, text=True
+            )
+            for child in children.stdout.split():
+                os.kill(int(child), signal.SIGKILL)
+
+    job |= {"home": str(tmp_path / "b"), "settings": TINY.with_(epochs=500).values()}
+    with pytest.raises(LabError, match=r"was killed from outside.* the same command again goes on"):
+        run_jobs([job], 1, Kill(), lambda *_: None)

@@ -153,7 +153,7 @@ def _study(norms: str | None, seeds: str | None, measure: str | None, config: Pa
             if not values:
                 raise LabError(f"--{name}s names nothing; give at least one.")
             axes[name] = values
-    base = study.base.with_(**{k: v for k, v in given.items() if not isinstance(v, list)})
+    base = study.base.with_(**{k: v[0] if isinstance(v, list) else v for k, v in given.items()})
     texts = study.measurements if measure is None else tuple(split(measure))
     made = Study(base, axes, texts)
     return replace(made, folder=out or default_folder(made))

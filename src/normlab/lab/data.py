@@ -43,8 +43,14 @@ class Data:
 
     def __post_init__(self) -> None:
         for what, (x, y) in (("training", self.train), ("test", self.test)):
+            _check_images(f"the {what} images of {self.name}", x, y)
             if len(x) != len(y):
                 raise LabError(f"{self.name} has {len(x):,} {what} images and {len(y):,} labels for them")
+        if self.train.x.shape[1:] != self.test.x.shape[1:]:
+            shapes = " and ".join(str(list(part.x.shape[1:])) for part in (self.train, self.test))
+            raise LabError(
+                f"training and test images of {self.name} differ in shape, {shapes}; expected the same"
+            )
         for what, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels):
                 raise LabError(f"{self.name} has images of {self.channels} channels and a {what} of {len(values)} "
@@ -68,6 +74,20 @@ class Data:
         return replace(
             self, train=_first(self.train, train, "training"), test=_first(self.test, test, "test")
         )
+
+
+def _check_images(what: str, x: Tensor, y: Tensor) -> None:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise LabError(f"{what} and their labels are tensors; got {type(x).__name__} and {type(y).__name__}")
+    if x.dim() != 4 or y.dim() != 1:
+        raise LabError(
+            f"{what} are [N, C, H, W] and their labels [N]; got {list(x.shape)} and {list(y.shape)}"
+        )
+    if y.is_floating_point() or y.dtype == torch.bool:
+        raise LabError(f"labels of {what} are whole numbers; got {y.dtype}")
+    if x.is_floating_point() and x.numel() and not (x.amin() >= 0 and x.amax() <= 1):
+        low, high = x.amin().item(), x.amax().item()
+        raise LabError(f"{what} are bytes, or pixels in [0, 1]; got {x.dtype} from {low:g} to {high:g}")
 
 
 def _first(images: Images, number: int | None, what: str) -> Images:

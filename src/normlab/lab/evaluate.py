@@ -96,6 +96,7 @@ class Measurement:
     def check(self, model: nn.Module, data: Data) -> None:
         """Say what does not fit the data or the branches of the model, before a network is trained for it."""
         arguments = self.arguments(data)
+        self._check_top(data)
         kind, _, norm = self.kind.removesuffix("-curve").partition("-")
         if kind in KINDS:
             eps = arguments["eps"] if isinstance(arguments["eps"], tuple) else (arguments["eps"],)
@@ -105,6 +106,14 @@ class Measurement:
             pair_of(model)
         elif "branch" in dict(self.given):
             routed(model, dict(self.given)["branch"])
+
+    def _check_top(self, data: Data) -> None:
+        top, classes = dict(self.given).get("top", 1), len(data.classes)
+        if top >= classes > 1:
+            raise LabError(
+                f"{self.name}: of {classes} classes the right one is always among the {top} highest; expected top "
+                f"from 1 to {classes - 1}"
+            )
 
     def run(
         self,
@@ -123,6 +132,7 @@ class Measurement:
                 f"the model is on {here} and device={str(device)!r} was asked for; call model.to(device) first"
             )
         entry, arguments, given = MEASUREMENTS[self.kind], self.arguments(data), dict(self.given)
+        self._check_top(data)
         if "n" in given:
             data = data.subset(test=min(given["n"], len(data.test.y)))
         branch = _branch(model, given)
@@ -216,6 +226,8 @@ def measure(
     images, say by what: ``mean`` and ``std``, one number a channel of pixels in [0, 1]. The batch size enters where
     random numbers are drawn batch by batch: the same one gives the same numbers.
     """
+    if isinstance(measurements, str):
+        raise LabError(f"measurements are a list, [{measurements!r}]; got the text {measurements!r}")
     asked = [m if isinstance(m, Measurement) else parse(m) for m in measurements]
     if (mean is None) != (std is None):
         raise LabError("mean and std belong together; give both or neither")

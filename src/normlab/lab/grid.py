@@ -47,8 +47,7 @@ class Study:
         object.__setattr__(self, "measurements", tuple(dict.fromkeys(self.measurements)))
         object.__setattr__(self, "folder", None if self.folder is None else Path(self.folder))
         # Along an axis the base has the first value: two studies that ask the same are then equal.
-        first = [dict(zip(names_of(n), tuple_of(n, values[0]), strict=True)) for n, values in axes.items()]
-        object.__setattr__(self, "base", self.base.with_(**{k: v for d in first for k, v in d.items()}))
+        object.__setattr__(self, "base", self.base.with_(**firsts(axes)))
         self.grid()  # every cell is valid, or a sentence
 
     def grid(self) -> list[Settings]:
@@ -76,10 +75,12 @@ class Study:
             raise LabError(f"{path}: unknown setting {unknown[0]!r}; {nearest(unknown[0], known)}")
         measurements, axes = values.pop("measurements", None), values.pop("axes", {})
         wrong = not isinstance(axes, dict) or not all(isinstance(v, list) for v in axes.values())
-        if wrong or not (measurements is None or isinstance(measurements, list)):
+        names = [] if measurements is None else measurements
+        if wrong or not isinstance(names, list) or not all(isinstance(m, str) for m in names):
             raise LabError(f"{path}: measurements is a list of names, and [axes] a table of lists.")
-        base = Settings.from_values(values, source=str(path))
         try:
+            axes = {name: axis_of(name, along) for name, along in axes.items()}
+            base = Settings.from_values(values | firsts(axes))
             return cls(
                 base, axes, DEFAULT.measurements if measurements is None else tuple(measurements), folder
             )
@@ -95,6 +96,12 @@ def tuple_of(axis: str, value: Any) -> tuple[Any, ...]:
     return tuple(value) if "," in axis else (value,)
 
 
+def firsts(axes: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """The first value along each axis, by setting: what the settings beside them have to agree with."""
+    pairs = (zip(names_of(n), tuple_of(n, values[0]), strict=True) for n, values in axes.items())
+    return {k: v for pair in pairs for k, v in pair}
+
+
 def axis_of(name: str, values: Sequence[Any]) -> list[Any]:
     """The values of an axis, each once, or a sentence."""
     unknown = next((n for n in names_of(name) if n not in settings_.NAMES), None)
@@ -102,16 +109,29 @@ def axis_of(name: str, values: Sequence[Any]) -> list[Any]:
         raise LabError(f"{unknown!r} is no setting, so it is no axis; {nearest(unknown, settings_.NAMES)}")
     if isinstance(values, str) or not values:
         raise LabError(f"axis {name} needs a list with at least one value; got {values!r}.")
-    frozen = [tuple(v) if isinstance(v, list) else v for v in values]
+    frozen = [_frozen(v) for v in values]
     if "," in name and any(not isinstance(v, tuple) or len(v) != len(names_of(name)) for v in frozen):
         raise LabError(f"axis {name} needs {len(names_of(name))} values in each place; got {list(values)}.")
     return list(dict.fromkeys(frozen))
 
 
+def _frozen(value: Any) -> Any:
+    """Lists and tables, such as options in a file, as the tuples that settings hold."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _listed(texts: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(texts, str):
+        raise LabError(f"measurements are a list, [{texts!r}]; got the text {texts!r}.")
+    return tuple(texts)
+
+
 def measurements_of(texts: Sequence[str]) -> list[Measurement]:
     from .evaluate import parse
 
-    found = {m.name: m for m in map(parse, texts)}  # the same one under two spellings is one
+    found = {m.name: m for m in map(parse, _listed(texts))}  # the same one under two spellings is one
     return list(found.values())
 
 
@@ -141,8 +161,9 @@ def make_study(
     }
     single = {k: v for k, v in settings.items() if k not in lists}
     seeds = range(seeds) if isinstance(seeds, int) else seeds
-    axes = {"norm": list(norms), **lists, "seed": list(seeds)}
-    study = Study((base or Settings()).with_(**single), axes, tuple(measure))
+    along = {"norm": norms if isinstance(norms, str) else list(norms), **lists, "seed": list(seeds)}
+    axes = {name: axis_of(name, values) for name, values in along.items()}
+    study = Study((base or Settings()).with_(**single | firsts(axes)), axes, _listed(measure))
     return replace(study, folder=Path(out) if out is not None else default_folder(study))
 
 

@@ -36,7 +36,7 @@ from .ranks import ALONE, Ranks, Share
 from .recipes import Batch, Context, Phase, Recipe
 from .recipes import recipe as recipe_by_name
 from .seeds import derive, generator, rows_of
-from .store import append_line, finite, load_checkpoint, read_lines, save_checkpoint, write_lines
+from .store import append_line, finite, load_checkpoint, read_log, save_checkpoint, write_lines
 
 if TYPE_CHECKING:
     from .data import Data
@@ -101,6 +101,9 @@ def fit(
     ``ranks`` are processes that share every batch and all make this call: :func:`normlab.lab.ranks.joined`. The
     weights, the folder and the watcher that count are the first one's; all end with the same weights.
     """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise LabError(f"recipe is an object of normlab.lab.recipes.Recipe; got {recipe!r}. A recipe by name is a "
+                       "setting: Settings(recipe='classify').")  # fmt: skip
     device = torch.device(device)
     recipe = recipe or recipe_by_name(settings.recipe)
     folder = None if folder is None else Path(folder)
@@ -127,6 +130,24 @@ def fit(
                 board.write(line)
         trainer.give_best()
     return history
+
+
+def _scalars(values: Any) -> dict[str, Tensor]:
+    """What a recipe's step returned, or a sentence about why it cannot be minimised and logged."""
+    if not isinstance(values, dict) or "loss" not in values:
+        got = (
+            f"the names {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
+        )
+        raise LabError(f"a step returns scalars by name, {{'loss': ...}} and what else is logged; got {got}")
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.dim():
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise LabError(
+                f"a step returns scalars by name, each a tensor without dimensions; {name!r} is {got}"
+            )
+    if not values["loss"].requires_grad:
+        raise LabError("the loss of a step has no gradient; it was detached, or depends on no parameter")
+    return values
 
 
 class _Trainer:
@@ -254,7 +275,7 @@ class _Trainer:
                         torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self.halves is not None),
                         rows_of(share.start, share.stop, share.whole),
                     ):
-                        values = phase.compute(self.trained, part, self.ctx)
+                        values = _scalars(phase.compute(self.trained, part, self.ctx))
                     (values["loss"] * (share.images / n)).backward()
                 self._add(phase, values, share.images)
             own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -418,7 +439,7 @@ class _Trainer:
             )
         self._check_recipe(meta, path)
         self._load(tensors, path)
-        lines = read_lines(folder / "log.jsonl")
+        lines = read_log(folder)
         if len(lines) < meta["epoch"]:
             raise LabError(f"{folder / 'log.jsonl'} has {len(lines)} epochs and {path} is of epoch {meta['epoch']}: "
                            "lines are gone. Remove the folder to train from the start.")  # fmt: skip
@@ -448,7 +469,7 @@ class _Trainer:
 
     def _finished(self, folder: Path) -> History:
         """A run that is complete without the state to go on from, which is large and may have been removed."""
-        lines, best = read_lines(folder / "log.jsonl"), folder / "best.safetensors"
+        lines, best = read_log(folder), folder / "best.safetensors"
         if len(lines) == self.ctx.settings.epochs and best.exists():
             state, about = load_checkpoint(best, device=self.ctx.device)
             if about.get("digest") == self.ctx.settings.digest():

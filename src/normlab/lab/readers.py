@@ -235,6 +235,7 @@ def read_folder(path: Path, size: int | None) -> Parts:
     held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
     if held is None or not (path / "train").is_dir():
         images, classes = _read_classes(path, size)
+        _check_number(path, classes)
         if int(images.y.bincount().min()) < 2 or len(images.y) < 5 * len(classes):
             raise LabError(f"{path} has too few images to hold a fifth out; give it train/ and test/ folders")
         return Parts(*_split(*images, 0.2), classes)
@@ -244,6 +245,9 @@ def read_folder(path: Path, size: int | None) -> Parts:
         raise LabError(
             f"train/ and {held.name}/ of {path} have different classes: {', '.join(differ[:5])} in one only"
         )
+    _check_number(path, classes)
+    channels = max(train.x.shape[1], test.x.shape[1])  # grey images beside coloured ones are coloured too
+    train, test = (Images(part.x.expand(-1, channels, -1, -1), part.y) for part in (train, test))
     if train.x.shape[1:] != test.x.shape[1:]:
         raise LabError(
             f"images of train/ are {_shape(train.x)} and of {held.name}/ {_shape(test.x)}; give a size"
@@ -251,9 +255,15 @@ def read_folder(path: Path, size: int | None) -> Parts:
     return Parts(train, test, classes)
 
 
+def _check_number(path: Path, classes: tuple[str, ...]) -> None:
+    if len(classes) == 1:
+        raise LabError(
+            f"{path} has images of one class only, {classes[0]}; expected a folder for each of two classes or more"
+        )
+
+
 def _read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]]:
     import numpy as np
-    from PIL import Image
     from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
     try:
@@ -261,11 +271,7 @@ def _read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]
         files = make_dataset(path, index, IMG_EXTENSIONS)
     except FileNotFoundError as error:
         raise LabError(f"{path} has no folders of images, one for each class: {error}") from error
-    arrays = []
-    for file, _ in files:
-        with Image.open(file) as picture:
-            image = picture if picture.mode == "L" else picture.convert("RGB")
-            arrays.append(np.array(image if size is None else _square(image, size)))
+    arrays = [_picture(file, size) for file, _ in files]
     grey = all(a.ndim == 2 for a in arrays)
     arrays = [a if grey or a.ndim == 3 else np.repeat(a[..., None], 3, 2) for a in arrays]
     shapes = sorted({a.shape for a in arrays})
@@ -275,6 +281,23 @@ def _read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]
             f"images under {path} differ in height x width ({few} ...); give a size to bring them to"
         )
     return _images(np.stack(arrays), [label for _, label in files], "NHW" if grey else "NHWC"), tuple(classes)
+
+
+def _picture(file: str, size: int | None) -> Any:
+    """The bytes of an image, [H, W] where it is grey and [H, W, 3] otherwise."""
+    import numpy as np
+    from PIL import Image
+
+    try:
+        with Image.open(file) as picture:
+            if picture.mode[0] in "IF":  # more than a byte a pixel, which a conversion would cut off at 255
+                raise LabError(
+                    f"{file} has more than 8 bits a pixel (mode {picture.mode}); scale such images to 8 bits"
+                )
+            image = picture if picture.mode == "L" else picture.convert("RGB")
+            return np.array(image if size is None else _square(image, size))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # what PIL raises for damaged files
+        raise LabError(f"{file} cannot be read as an image: {error}") from error
 
 
 def _square(image: Any, size: int) -> Any:

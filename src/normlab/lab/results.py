@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from .errors import LabError
 from .grid import Study, measurements_of, names_of
 from .report.view import cell
 from .settings import Settings
-from .store import read_lines
+from .store import read_log, read_records
 
 __all__ = ["Results", "Row", "Run", "plain", "read_results", "read_run"]
 
@@ -111,7 +112,7 @@ def read_run(folder: str | Path) -> Run:
     """The run of :func:`train`."""
     folder = Path(folder)
     settings = Settings.read(folder / "settings.toml")
-    return Run(settings, folder, read_lines(folder / "log.jsonl"), read_lines(folder / "results.jsonl"))
+    return Run(settings, folder, read_log(folder), read_records(folder))
 
 
 def read_results(folder: str | Path) -> Results:
@@ -126,7 +127,7 @@ def read_results(folder: str | Path) -> Results:
         )
     study = Study.read(folder / "study.toml", folder=folder)
     records: dict[str, list[dict[str, Any]]] = {}
-    for record in read_lines(folder / "results.jsonl"):
+    for record in read_records(folder):
         records.setdefault(record["digest"], []).append(record)
     order = [m.name for m in measurements_of(study.measurements)]
     runs = []
@@ -134,10 +135,20 @@ def read_results(folder: str | Path) -> Results:
         home, own = folder / "runs" / settings.name, records.get(settings.digest(), [])
         if (home / "settings.toml").is_file() or own:
             own.sort(key=lambda r: order.index(r["measurement"]) if r["measurement"] in order else len(order))
-            runs.append(Run(settings, home, read_lines(home / "log.jsonl"), own))
+            runs.append(Run(settings, home, read_log(home), own))
     return Results(study, runs)
 
 
 def plain(value: Any) -> str:
-    """A setting's value as sentences and tables have it."""
+    """A setting's value in a label or a sentence, as the command line takes it.
+
+    >>> plain(0.1), plain((25, 40)), plain({"init": "he", "width": 8})
+    ('0.1', '25+40', 'init=he+width=8')
+    """
+    if isinstance(value, tuple) and any(isinstance(v, tuple) for v in value):
+        value = dict(value)  # options, as settings hold them
+    if isinstance(value, Mapping):
+        return "+".join(f"{k}={plain(v)}" for k, v in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return "+".join(map(plain, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

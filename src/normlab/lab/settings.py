@@ -221,16 +221,19 @@ def _checked(spec: Any, value: Any) -> Any:
     """The value in its own type, or a sentence."""
     name, kind = spec.name, _KIND[spec.name]
     if name == "options":
-        pairs = value.items() if isinstance(value, Mapping) else value
-        value = tuple(sorted((str(k), v) for k, v in pairs))
+        try:
+            pairs = value.items() if isinstance(value, Mapping) else value
+            value = tuple(sorted((str(k), v) for k, v in pairs))
+        except (TypeError, ValueError):
+            raise LabError(f"options are values by name, such as {{'width': 8}}; got {value!r}.") from None
         if any(not isinstance(v, (str, int, float, bool)) for _, v in value):
             raise LabError(f"options are text, numbers, true or false; got {dict(value)}.")
         return value
     if name == "milestones":
-        value = tuple(value)
-        if any(type(v) is not int or v < 1 for v in value) or list(value) != sorted(set(value)):
-            raise LabError(f"milestones must be rising whole numbers from 1 on; got {list(value)}.")
-        return value
+        whole = isinstance(value, (list, tuple)) and all(type(v) is int and v >= 1 for v in value)
+        if not whole or list(value) != sorted(set(value)):
+            raise LabError(f"milestones must be a list of rising whole numbers from 1 on; got {value!r}.")
+        return tuple(value)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
@@ -243,7 +246,6 @@ def _checked(spec: Any, value: Any) -> Any:
         low, high, above = limits
         if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
             bound = f"above {low:g}" if above else f"at least {low:g}"
-            raise LabError(
-                f"{name} must be {bound}{f' and at most {high:g}' if high < 1e9 else ''}; got {value}."
-            )
+            limit = f" and at most {high:g}" if high < 1e9 else " and finite" if value == float("inf") else ""
+            raise LabError(f"{name} must be {bound}{limit}; got {value}.")
     return value

@@ -26,6 +26,8 @@ __all__ = [
     "load_checkpoint",
     "locked",
     "read_lines",
+    "read_log",
+    "read_records",
     "save_checkpoint",
     "write_atomic",
     "write_lines",
@@ -95,8 +97,11 @@ def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
         os.close(handle)
 
 
-def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; no file, no objects. A cut-off last line is left out."""
+def read_lines(path: str | Path, *needs: str) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; no file, no objects. A cut-off last line is left out.
+
+    ``needs`` are names that every object must have to be of use.
+    """
     path = Path(path)
     try:
         text = path.read_bytes()
@@ -115,8 +120,22 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
         if not isinstance(record, dict):
             raise LabError(f"{path}, line {number}, is not a JSON object; the file was changed or is not ours. "
                            "Remove that line, or the file, and run again.")  # fmt: skip
+        lacks = next((name for name in needs if name not in record), None)
+        if lacks is not None:
+            raise LabError(f"{path}, line {number}, has no {lacks!r}; the file was changed or is of another version of "
+                           "normlab. Remove that line, or the file, and run again.")  # fmt: skip
         records.append(record)
     return records
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The measurements of a study or a run."""
+    return read_lines(folder / "results.jsonl", "digest", "measurement")
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The epochs of a run."""
+    return read_lines(folder / "log.jsonl", "epoch")
 
 
 def write_lines(path: str | Path, records: list[dict[str, Any]]) -> Path:

@@ -28,7 +28,7 @@ from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, n
 from .loop import Watcher, arithmetic, fit, load_weights
 from .results import Results, Row, Run, plain, read_results, read_run
 from .settings import Settings
-from .store import append_line, load_checkpoint, locked, read_lines, write_atomic
+from .store import append_line, load_checkpoint, locked, read_records, write_atomic
 from .torchrun import led, together
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run_study(
     with locked(folder):
         write_atomic(folder / "study.toml", _merged(study).to_toml())
         there: dict[str, dict[str, dict[str, Any]]] = {}
-        for record in read_lines(folder / "results.jsonl"):
+        for record in read_records(folder):
             there.setdefault(record["digest"], {})[record["measurement"]] = record
         left: list[tuple[Settings, list[Measurement]]] = []
         # Seeds outermost: every configuration has its first result before any has its second.
@@ -159,7 +159,7 @@ def train(
     _check_home(settings, folder)
     with locked(folder):
         model = trained(settings, data, folder, watch, place, tensorboard=tensorboard)
-        done = {r["measurement"] for r in read_lines(folder / "results.jsonl")}
+        done = {r["measurement"] for r in read_records(folder)}
         open_ = [m for m in measurements if m.name not in done]
         for record in measured(model, data, settings, open_, watch, place):
             append_line(folder / "results.jsonl", record)
@@ -173,6 +173,8 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") ->
     A folder stands for the kept weights in it. Of a state to go on from, the weights that would be tested are taken.
     """
     path = Path(checkpoint)
+    if (path / "study.toml").is_file():
+        raise LabError(f"{path} is the folder of a study; name one of its runs: {path / 'runs'}/NAME.")
     path = path / "best.safetensors" if path.is_dir() else path
     tensors, meta = load_checkpoint(path, device=device)
     if "settings" not in meta or "data" not in meta:
@@ -306,13 +308,16 @@ def _checked_data(
 
 
 def _check_home(settings: Settings, home: Path) -> None:
-    """A run's folder is empty or its own."""
-    if (home / "settings.toml").exists():
+    """A run's folder is empty or its own. Settings alone, of a run that never finished an epoch, are no run yet."""
+    files = ("last.safetensors", "best.safetensors", "log.jsonl", "results.jsonl")
+    begun = any((home / n).exists() for n in files)
+    by_hand = not (home / ".lock").exists()  # a settings.toml that no run wrote
+    if (begun or by_hand) and (home / "settings.toml").exists():
         there = Settings.read(home / "settings.toml")
         if there.digest() != settings.digest():
             raise LabError(f"{home} holds a run with other settings: {_differences(there, settings)}. Choose another "
                            "folder for this run, or give the settings that were used there.")  # fmt: skip
-    elif any((home / name).exists() for name in ("last.safetensors", "best.safetensors", "log.jsonl")):
+    elif begun:
         raise LabError(f"{home} holds files of a run but not its settings.toml; choose another folder.")
 
 

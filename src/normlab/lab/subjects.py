@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ from .loop import load_weights
 from .settings import Settings
 from .store import load_checkpoint
 from .study import build_model, load_data, load_model
+from .texts import number
 
 if TYPE_CHECKING:
     from .data import Data
@@ -80,14 +82,17 @@ def own_module(where: str, weights: Path | None, mean: str | None, std: str | No
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        make = getattr(import_module(package), name)
+        found = import_module(package)
+        make = getattr(found, name, None)
+        net = make() if callable(make) and not isinstance(make, nn.Module) else make
     except ModuleNotFoundError as error:
         raise LabError(
             f"--module {where}: there is no module {error.name!r} here or on the Python path."
         ) from None
-    except AttributeError:
-        raise LabError(f"--module {where}: {package} has no {name!r}.") from None
-    net = make() if not isinstance(make, nn.Module) else make
+    except Exception as error:  # whatever the user's code raises
+        raise LabError(f"--module {where} failed: {_told(error)}") from error
+    if not hasattr(found, name):
+        raise LabError(f"--module {where}: {package} has no {name!r}.")
     if not isinstance(net, nn.Module):
         raise LabError(f"--module {where} gave a {type(net).__name__}; expected a torch.nn.Module.")
     if weights is not None:
@@ -102,6 +107,16 @@ def own_module(where: str, weights: Path | None, mean: str | None, std: str | No
     return Classifier(Standardize(shift, scale), net).eval()
 
 
+def _told(error: Exception) -> str:
+    """An error of the user's code in a line: its kind, what it says, and where it is from."""
+    said = f"{type(error).__name__}: {str(error) or 'no message'}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    here = (
+        isinstance(error, SyntaxError) or last.filename == __file__
+    )  # it says itself where, or is of the call
+    return said if here else f"{said} ({last.filename}, line {last.lineno})"
+
+
 def _any_weights(path: Path) -> dict[str, Tensor]:
     """A state dict from safetensors, or from torch's own format read without running code."""
     if path.suffix not in (".pt", ".pth"):
@@ -111,7 +126,10 @@ def _any_weights(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises what its reader, its unpickler or zipfile raise
-        raise LabError(f"{path} cannot be read as weights: {str(error).splitlines()[0]}") from None
+        raise LabError(
+            f"{path} cannot be read as weights: it is damaged, or holds more than tensors, such as a whole module. "
+            "Expected what torch.save(model.state_dict(), path) writes."
+        ) from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise LabError(
@@ -122,6 +140,6 @@ def _any_weights(path: Path) -> dict[str, Tensor]:
 
 def _numbers(option: str, text: str) -> list[float]:
     try:
-        return [float(t) for t in text.split(",")]
-    except ValueError:
+        return [number(t.strip()) for t in text.split(",")]
+    except LabError:
         raise LabError(f"{option} is numbers with commas, 0.49,0.48,0.45; got {text!r}.") from None

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -125,6 +126,9 @@ class _Worker:
     def last_words(self) -> str:
         code = self.process.wait()
         said = "".join(self.errors[-20:]).strip()
+        if code == -signal.SIGKILL:
+            return (f"the process of {self.settings.name} was killed from outside, perhaps because memory ran out. "
+                    "What is finished is kept; the same command again goes on.")  # fmt: skip
         return f"the process of {self.settings.name} ended with code {code}" + (f":\n{said}" if said else ".")
 
     def end(self) -> None:
@@ -204,7 +208,5 @@ def _work() -> None:
 
 
 if __name__ == "__main__":
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
     _work()

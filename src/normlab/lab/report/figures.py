@@ -319,7 +319,7 @@ def course(found: Course, look: Look, quantity: str, limits: tuple[float, float]
                 ends.append((f"{side} {stream}".strip(), look, [], values))
     axes.set_ylim(*limits)
     axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.set_title(
         quantity + (" (%)" if quantity == "accuracy" else ""), loc="left", fontsize=10, color=MUTED, pad=8
     )
@@ -339,7 +339,7 @@ def overview(found: Sequence[Course], looks: Mapping[str, Look], quantity: str) 
     ends = [(c.label, looks[c.label], [], draw_seeds(axes, c.lines[quantity], looks[c.label], dash(looks[c.label]),
                                                      faint=len(shown) <= 8)) for c in shown]  # fmt: skip
     axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.set_title(
         "accuracy (%)" if "accuracy" in quantity else "loss", loc="left", fontsize=10, color=MUTED, pad=8
     )
@@ -461,9 +461,10 @@ def grid_map(found: GridMap, scale: tuple[float, float]) -> str:
     from matplotlib.colors import Normalize
 
     rows, columns = len(found.rows), len(found.columns)
-    names = [text(v) for v in found.rows]
-    cell_height = 24 if rows <= 16 else 14
-    left = 16 + min(120, 6.0 * max(map(len, names)))
+    parts = [textwrap.wrap(text(v), 24) or [""] for v in found.rows]
+    names = ["\n".join(p) for p in parts]
+    cell_height = max(24 if rows <= 16 else 14, 4 + 11 * max(map(len, parts)))
+    left = 18 + 5.5 * max(len(line) for p in parts for line in p)
     figure = new(rows * cell_height + 48)
     axes = place(figure, left, 42, 6, 6)
     values = [
@@ -554,7 +555,7 @@ def importance_course(found: Importance) -> str:
             ends.append((f"{pool} {name}", Look(index, 0), [], ys))
     axes.set_ylim(0, 1)
     axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.set_title("weight, mean over layers", loc="left", fontsize=10, color=MUTED, pad=8)
     label_ends(axes, ends)
     return svg(figure, f"Importance weights of {found.label} over training, mean over layers")

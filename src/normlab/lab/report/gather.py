@@ -6,6 +6,7 @@ import base64
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -164,22 +165,33 @@ def title_of(name: str, by: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 def scalar_columns(configs: Sequence[Config]) -> list[Column]:
     columns = []
-    for name, by in collect(configs, "accuracy").items():
+    measured = collect(configs, "accuracy")
+    several = Counter(
+        s for by in measured.values() for s in {s for found in by.values() for r in found for s in extras(r)}
+    )
+    for name, by in measured.items():
         first = next(iter(by.values()))[0]
         what = mean_of(first)
         cells = {label: cell([float(r["accuracy"]) for r in found]) for label, found in by.items()}
         kind, arguments = str(first.get("kind", "")), dict(first.get("arguments") or {})
-        columns.append(Column(title_of(name, by) + what, "%", True, cells, name, kind, arguments, bool(what)))
-        scalars = {label: [r.get("scalars") or {} for r in found] for label, found in by.items()}
+        title = title_of(name, by)
+        short = min(name, title, key=len)  # a text with many arguments reads better as its title
+        columns.append(Column(title + what, "%", True, cells, short, kind, arguments, bool(what)))
+        scalars = {label: [extras(r) for r in found] for label, found in by.items()}
         for scalar in dict.fromkeys(k for found in scalars.values() for s in found for k in s):
             cells = {
                 k: cell([float(s[scalar]) for s in found])
                 for k, found in scalars.items()
                 if all(scalar in s for s in found)
             }
-            known = scalar if all(scalar != c.title for c in columns) else f"{scalar}, {name}"
+            known = scalar if several[scalar] == 1 else f"{scalar}, {title}"
             columns.append(Column(known, "", not lower(scalar), cells))
     return columns
+
+
+def extras(record: Mapping[str, Any]) -> Mapping[str, float]:
+    """What a measurement gives besides the accuracy, such as uCE."""
+    return record.get("scalars") or {}
 
 
 def lower(name: str) -> bool:

@@ -19,7 +19,7 @@ from . import figures as draw
 from .gather import gather, words_of
 from .palette import COLOURS
 from .view import Cell, Comparison, ComparisonRow, Config, Curve, View
-from .words import decimals, reading, show, signed
+from .words import decimals, near_words, reading, show, signed
 
 if TYPE_CHECKING:
     from ..results import Results
@@ -83,6 +83,7 @@ def render(
         "asked": asked(view, results),
         "reading": reading(view),
         "repeated": repeated,
+        "near_words": near_words(view),
         "uneven": len({c.n for column in view.columns for c in column.cells.values()}) > 1,
         "headline_caption": headline_caption(view),
         "error_note": error_note(view),

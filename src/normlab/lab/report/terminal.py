@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..results import plain
 from .gather import gather
 from .view import Column, View
-from .words import decimals, reading, show
+from .words import decimals, near_words, reading, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -135,7 +135,6 @@ def cell_text(text: str) -> str:
 def legend(view: View, *, bold: bool = False) -> str:
     repeated = any(n > 1 for n in view.seeds)
     spread = "mean ± standard error over n seeds" if repeated else "one run each, so no standard error"
-    if len(view.configs) < 2:
-        return f"{spread}."
-    near = f", {NEAR} within one standard error of it" if repeated else ""
-    return f"{spread}; {'bold' if bold else BEST} best{near}."
+    best = [f"{'bold' if bold else BEST} best"] * any(c.best for c in view.columns)
+    near = [f"{NEAR} {near_words(view)}"] * any(c.near for c in view.columns)
+    return "; ".join([spread, *filter(None, [", ".join(best + near)])]) + "."

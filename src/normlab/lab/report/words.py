@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ..._text import words
 from .view import Cell, Column, View, gap
 
-__all__ = ["decimals", "reading", "show", "signed"]
+__all__ = ["decimals", "near_words", "reading", "show", "signed"]
 
 CLEAR, LIKELY = 3.0, 2.0  # standard errors of the difference from which a lead is called clear, or likely
 MINUS = "\N{MINUS SIGN}"
@@ -35,6 +35,12 @@ def show(cell: Cell, places: int = 1) -> str:
 
 def signed(points: float, places: int = 1) -> str:
     return f"{points:+.{places}f}".replace("-", MINUS)
+
+
+def near_words(view: View) -> str:
+    """What the mark of those close to the best says; without repeats only an equal mean is close."""
+    repeated = any(n > 1 for n in view.seeds)
+    return "within one standard error (of the difference) of the best" if repeated else "as good as the best"
 
 
 def size(errors: float | None) -> str:

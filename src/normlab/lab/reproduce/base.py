@@ -128,7 +128,8 @@ def as_text(comparison: Comparison) -> str:
             row += [*paper, _shown(found.mean, found.error) if found else ""]
             counts += [found.n] if found else []
         rows.append([*row, "/".join(map(str, dict.fromkeys(counts)))])
-    return "\n".join(x for x in (comparison.title, table(head, rows), fill(comparison.note, 110)) if x)
+    title = comparison.title + (f" ({comparison.unit})" if comparison.unit else "")
+    return "\n".join(x for x in (title, table(head, rows), fill(comparison.note, 110)) if x)
 
 
 def _shown(mean: float | None, error: float | None) -> str:

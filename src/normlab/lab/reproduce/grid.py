@@ -16,7 +16,7 @@ from ..errors import LabError
 from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
-from ..store import Busy, locked, read_lines
+from ..store import Busy, locked, read_log, read_records
 from .base import Context, compared, remember
 from .figures import Value
 
@@ -204,8 +204,8 @@ class _Kept:
 
 def _finished(home: Path, settings: Settings, names: set[str]) -> bool:
     """Whether a folder has the trained weights and all measurements of these settings."""
-    done = {r["measurement"] for r in read_lines(home / "results.jsonl") if r["digest"] == settings.digest()}
-    trained = (home / "best.safetensors").exists() and len(read_lines(home / "log.jsonl")) >= settings.epochs
+    done = {r["measurement"] for r in read_records(home) if r["digest"] == settings.digest()}
+    trained = (home / "best.safetensors").exists() and len(read_log(home)) >= settings.epochs
     return trained and names <= done
 
 
@@ -325,6 +325,9 @@ def draw_rows(comparison: Comparison, unit: str = "%") -> Any:
         ax.set_xlabel(unit, fontsize=8)
     axes[0, 0].set_yticks(range(len(labels)), labels, fontsize=8)
     axes[0, 0].set_ylim(len(labels) - 0.5, -0.5)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    picture.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    drawn = [ax.get_legend_handles_labels() for ax in axes[0]]  # not every column is in the paper
+    handles = {name: handle for found in drawn for handle, name in zip(*found, strict=True)}
+    picture.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=8, frameon=False
+    )
     return picture

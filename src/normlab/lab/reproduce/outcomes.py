@@ -51,6 +51,7 @@ def curves(
     """Panels of (title, x, y, lines); a line is the curves of all seeds, drawn as their mean with its range."""
     import matplotlib.pyplot as plt
     import numpy as np
+    from matplotlib.ticker import MaxNLocator
 
     from ..report.palette import COLOURS
 
@@ -65,6 +66,8 @@ def curves(
             ax.plot(x, y.mean(0), marker="o", ms=3, color=colour, label=label)
             if len(found) > 1:
                 ax.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, lw=0)
+        if all(float(v).is_integer() for found in lines.values() for x, _ in found for v in x):
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # layers, epochs
         ax.set_title(title, fontsize=10)
         ax.set_xlabel(x_label, fontsize=9)
         ax.set_ylabel(y_label, fontsize=9)
