@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._text import words
+from ..reference import widest
 from ..routing import route
 from .attacks import Attack, as_found
 from .data import augment, pixels
@@ -78,14 +79,14 @@ def score_under(
     if not len(y):
         raise LabError("there are no images to measure on")
     device = device_of(model)
-    sums = torch.zeros(2, dtype=torch.double, device=device)  # asked for once, at the end
+    sums = torch.zeros(2, dtype=widest(device), device=device)  # asked for once, at the end
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, device, batch_size):
             images = part if change is None else change(part, labels)
             logits = _logits(model, images)
             right = among(logits, labels, top).sum()
-            sums += torch.stack([right.double(), F.cross_entropy(logits, labels, reduction="sum").double()])
+            sums += torch.stack([right.to(sums), F.cross_entropy(logits, labels, reduction="sum").to(sums)])
             seen(first, images)
             first += len(labels)
     right, loss = sums.tolist()
@@ -192,7 +193,8 @@ def accuracy_between(
     branches = predict_with(
         model, branches=branches, weight=0.0, of=of
     ).branches  # says what is wrong with them
-    right = torch.zeros(len(weights), dtype=torch.double, device=device_of(model))
+    device = device_of(model)
+    right = torch.zeros(len(weights), dtype=widest(device), device=device)
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, right.device, batch_size):

@@ -179,7 +179,8 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") ->
     tensors, meta = load_checkpoint(path, device=device)
     if "settings" not in meta or "data" not in meta:
         raise LabError(f"{path} has weights but does not say of which network; it was not written by normlab. "
-                       "Say which: --model, --norm and --data, or --module package.module:function.")  # fmt: skip
+                       "`normlab evaluate` takes it with --model, --norm and --data, or with --module "
+                       "package.module:function.")  # fmt: skip
     settings = Settings.from_values(meta["settings"], source=str(path))
     for prefix in ("averaged.", "model.") if meta.get("kind") == "state" else ():
         part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
