@@ -544,6 +544,21 @@ def close_to_exact(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
         assert_close(found[name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.fixture
+def few_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Programs that look at eight samples together, so that few samples are several blocks of them."""
+    from normlab import modes, sized
+
+    for module in (sized, modes):
+        module.prepare.cache_clear()
+        monkeypatch.setattr(module, "_SAMPLES", 8)
+    monkeypatch.setattr(sized, "_MANY", 8)
+    yield
+    sized.prepare.cache_clear()
+    modes.prepare.cache_clear()
+
+
+@pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
 @pytest.mark.parametrize("name", SEPARATED)
@@ -551,11 +566,11 @@ def test_a_branch_for_each_sample(name: str, layout: torch.memory_format, traini
     """Against float64; a branch without samples keeps its statistics and its count."""
     layer = separated(name)
     exact = deepcopy(layer).double()
-    index = torch.tensor([1, 0, 0] * 12, device=DEVICE)
+    index = torch.tensor([1, 0, 0] * 4, device=DEVICE)
     given: dict[str, Any] = {"branch": index}
     if "class" in name:
-        given["label"] = torch.tensor([2, 0, 0, 2] * 9, device=DEVICE)
-    x = (torch.randn(36, 40, 4, 3, device=DEVICE) + 2).contiguous(memory_format=layout)
+        given["label"] = torch.tensor([2, 0, 0, 2] * 3, device=DEVICE)
+    x = (torch.randn(12, 40, 4, 3, device=DEVICE) + 2).contiguous(memory_format=layout)
     dy = torch.randn_like(x)
     for m, t in ((layer, x), (exact, x.double())):  # statistics that are not those of the construction
         m(3 * t, branch=1 - index, **{k: v for k, v in given.items() if k != "branch"})
@@ -567,13 +582,14 @@ def test_a_branch_for_each_sample(name: str, layout: torch.memory_format, traini
         assert found["num_batches_tracked"].tolist() == [2, 2, 0]
 
 
+@pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("name", ["auxiliary", "sandwich", "batch group", "finer groups", "switchable"])
 def test_branches_of_samples_are_branches_apart(launches: str, name: str):
     """The kernels serve the call, and do what they do for each branch's samples alone."""
     layer, apart = separated(name), separated(name)
     apart.load_state_dict(layer.state_dict())
-    index = torch.tensor([0, 1, 2, 0, 0, 1] * 6, device=DEVICE)
-    x = torch.randn(36, 40, 4, 3, device=DEVICE, requires_grad=True)
+    index = torch.tensor([0, 1, 2, 0, 0, 1] * 2, device=DEVICE)
+    x = torch.randn(12, 40, 4, 3, device=DEVICE, requires_grad=True)
     dy = torch.randn_like(x)
     with normlab.backend("triton"):
         y = layer(x, branch=index)
@@ -624,6 +640,7 @@ def spread_samples(*shape: int) -> Tensor:
     return x.to(DEVICE)
 
 
+@pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
 @pytest.mark.parametrize("number", [1, 3])
@@ -631,7 +648,7 @@ def test_modes(launches: str, number: int, layout: torch.memory_format, training
     """Against float64: gates, modes, their running statistics and every gradient; blocks of samples and channels."""
     layer = with_modes(number)
     exact = deepcopy(layer).double()
-    x = spread_samples(70, 40, 5, 3).contiguous(memory_format=layout)
+    x = spread_samples(20, 40, 5, 3).contiguous(memory_format=layout)
     dy = torch.randn_like(x)
     layer.train(training)
     exact.train(training)
