@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import normlab
-from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint
+from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint, quick
 from normlab.lab import loop as loop_module
 from normlab.lab.loop import estimate_statistics, learning_rate
 from normlab.lab.recipes import Phase, Recipe, recipe
@@ -110,7 +110,7 @@ def test_parts_of_a_batch_add_up_to_its_gradient():
 def test_weights_that_are_cast_at_once_change_no_number(recipe, accumulate, monkeypatch):
     settings = replace(TINY, precision="bf16", recipe=recipe, accumulate=accumulate)
     ours = trained(settings)[0].state_dict()
-    monkeypatch.setattr(loop_module._Halves, "used", lambda self: contextlib.nullcontext())  # autocast alone
+    monkeypatch.setattr(quick.Halves, "used", lambda self: contextlib.nullcontext())  # autocast alone
     for name, theirs in trained(settings)[0].state_dict().items():
         assert torch.equal(ours[name], theirs), name
 
@@ -120,7 +120,7 @@ def test_weights_that_are_cast_at_once_are_put_back():
     tied = torch.nn.Sequential(layer, torch.nn.Linear(2, 2), layer)
     tied[1].weight = layer.weight
     own = list(tied.parameters())
-    halves = loop_module._Halves(tied)
+    halves = quick.Halves(tied)
 
     def used():
         with halves.used():
@@ -542,17 +542,17 @@ def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
     ):
         model = build(name, data, norm, seed=0)
         before = {k: v.clone() for k, v in model.state_dict().items()}
-        twin = loop_module._fused(model, ctx)
+        twin = quick.fused(model, ctx)
         assert acts(model) == 0 and acts(twin) == expected
         assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
         same_state(before, model.state_dict())
     plain = build("small", data, "torch", seed=0)
     before = {k: v.clone() for k, v in plain.state_dict().items()}
-    assert loop_module._fused(plain, ctx) is plain
+    assert quick.fused(plain, ctx) is plain
     same_state(before, plain.state_dict())
     dropping = Dropping(*build("small", data, "batch", seed=0))
-    assert loop_module._fused(dropping, ctx) is dropping
+    assert quick.fused(dropping, ctx) is dropping
     refusing = nn.Sequential(
         nn.Conv2d(data.channels, 4, 3), normlab.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(1, 10)
     )
-    assert acts(loop_module._fused(refusing, ctx)) == 1  # by its graph alone: the example is not to its taste
+    assert acts(quick.fused(refusing, ctx)) == 1  # by its graph alone: the example is not to its taste

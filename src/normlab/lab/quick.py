@@ -1,0 +1,126 @@
+"""What makes a training step quick and changes no number: layers fused, weights cast at once, steps as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import fuse, route
+from ..layers import Norm
+from .recipes import Batch, Context
+
+__all__ = ["Captured", "Halves", "fused"]
+
+_WARM_UP = 3  # steps that run before one is captured, so that allocators and libraries have settled
+
+
+def fused(model: nn.Module, ctx: Context) -> nn.Module:
+    """On CUDA the same parameters and buffers with activations and additions inside the norm layers' kernels."""
+    from .data import pixels
+
+    if ctx.device.type != "cuda":
+        return model
+    try:
+        either, tested = (fuse(model.train(mode)) for mode in (True, False))
+    except ValueError:
+        return model
+    if either.code != tested.code:  # it does something else in training, and a graph has one or the other
+        return model
+    x = pixels(ctx.data.test.x[:2])  # shapes show which additions can be taken in
+    wanted = {name for m in model.modules() if isinstance(m, Norm) for name in m.wants}
+    if wanted - {"branch"}:  # and nothing is known of labels and styles here
+        return tested
+    first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    try:
+        with route(model, branch=first) if wanted else nullcontext():
+            return fuse(model, x)
+    except (ValueError, RuntimeError):  # it cannot take so few images, or a branch for each
+        return tested
+
+
+class Halves:
+    """The weights of convolutions and products in bfloat16, all cast at once, and their gradients back.
+
+    Autocast has a kernel for each, which in a small network is a tenth of all kernels. The numbers are the same.
+    """
+
+    KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # and no subclass, which may do more with its weight
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [m for m in model.modules() if type(m) in self.KINDS]
+        self.places = [(m, n, p) for m in modules for n, p in m.named_parameters(recurse=False)]
+        own = {id(p): p for _, _, p in self.places if p.dtype == torch.float32}
+        self.whole = list(own.values())
+        self.half = [nn.Parameter(p.detach().bfloat16(), p.requires_grad) for p in self.whole]
+        self.of = dict(zip(own, self.half, strict=True))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, the model has them in place of its own weights, which have the gradients afterwards."""
+        foreach: Any = torch
+        with torch.no_grad():
+            foreach._foreach_copy_(self.half, self.whole)
+        for p, half in zip(self.whole, self.half, strict=True):
+            half.grad = None
+            half.requires_grad_(p.requires_grad)
+        try:
+            for module, name, p in self.places:
+                module._parameters[name] = self.of.get(id(p), p)
+            yield
+        finally:
+            for module, name, p in self.places:
+                module._parameters[name] = p
+        found = [
+            (p, half.grad) for p, half in zip(self.whole, self.half, strict=True) if half.grad is not None
+        ]
+        added = [(p, g) for p, g in found if p.grad is not None]
+        fresh = [(p, g) for p, g in found if p.grad is None]
+        with torch.no_grad():
+            if added:
+                foreach._foreach_add_([p.grad for p, _ in added], [g.float() for _, g in added])
+            if fresh:
+                into = [torch.empty_like(p) for p, _ in fresh]
+                foreach._foreach_copy_(into, [g for _, g in fresh])
+                for (p, _), gradient in zip(fresh, into, strict=True):
+                    p.grad = gradient
+
+
+class Captured:
+    """A step as a CUDA graph: small networks are bound by the host, and a graph is one launch.
+
+    The first steps run as they are, on a stream of their own as capturing asks for; they are steps of the training.
+    """
+
+    def __init__(self, step: Any, batch: Batch, ctx: Context) -> None:
+        self.step, self.ctx = step, ctx
+        self.static = Batch.of([torch.empty_like(t) for t in batch.tensors])
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = 0
+
+    def __call__(self, batch: Batch) -> bool:
+        """Run the step; False if it cannot be captured, and then it has not run."""
+        for mine, new in zip(self.static.tensors, batch.tensors, strict=True):
+            mine.copy_(new)
+        if self.graph is None and self.warm < _WARM_UP:
+            self.warm += 1
+            side = torch.cuda.Stream(self.ctx.device)
+            side.wait_stream(torch.cuda.current_stream(self.ctx.device))
+            with torch.cuda.stream(side):
+                self.step(self.static)
+            torch.cuda.current_stream(self.ctx.device).wait_stream(side)
+            return True
+        if self.graph is None:
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.ctx.generator)
+            try:
+                with torch.cuda.graph(graph):  # records and does not run
+                    self.step(self.static)
+            except RuntimeError:
+                return False
+            self.graph = graph
+        self.graph.replay()
+        return True
