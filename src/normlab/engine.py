@@ -147,10 +147,8 @@ def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
     The merged axis of ``D = C * S`` elements is split into ``G`` runs: all of ``D / G`` where that divides, as batch
     group norm has it; otherwise, as ``torch.tensor_split`` does, the first ``D % G`` runs are one element longer.
     """
-    if all(
-        channels % g == 0 for g in groups
-    ):  # whole channels, at any resolution: compilers need not know it
-        return Rows(channels)
+    if all(channels % g == 0 for g in groups):
+        return Rows(channels)  # at any resolution: compilers need not know it
     spatial = index(spatial)  # a compiler's unknown becomes a number: other resolutions are other rows
     whole = channels * spatial
     step = gcd(spatial, *(whole // g for g in groups))

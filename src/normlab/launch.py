@@ -238,11 +238,14 @@ def tiles(shape: Shape, name: str) -> Tiles:
         blocks = ceil(shape.s, positions) if writes else 1
         return Tiles(rows, positions, ceil(shape.rows, rows) * blocks, shape.s, 1)
     channels = min(power(shape.c), 64)
-    positions = min(power(shape.s), {"moments": 2048, "sums": 1024, "write": 4096}[name] // channels)
+    of = {
+        n: min(power(shape.s), e // channels) for n, e in (("moments", 2048), ("sums", 1024), ("write", 4096))
+    }
+    positions = of[name]
     images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
     per = positions
     if not writes:
-        each = min(power(shape.s), 2048 // channels)
+        each = of["moments"]
         at_once = _TOGETHER * _processors(shape.device)
         splits = max(1, min(at_once // (images * blocks), ceil(shape.s, each * 2)))
         per = ceil(ceil(shape.s, splits), each) * each
