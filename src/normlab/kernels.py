@@ -22,7 +22,7 @@ import triton.language as tl
 # of a tile takes them about the first it sees. Nothing is summed over threads before the last tile.
 _SPLITS = tl.constexpr(16)  # splits of a row that are looked at together
 _AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, memory is waited for
-_STAGES = tl.constexpr(4)  # tiles under way, channels last: one that is summed and those read ahead of it
+_STAGES = tl.constexpr(6)  # tiles under way, channels last: one that is summed and those read ahead of it
 
 
 @triton.jit

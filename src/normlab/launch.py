@@ -40,7 +40,8 @@ DIRECT = torch.version.hip is None
 BLOCK = 256  # rows a program, where a program's work is on rows and not on x
 JOINED = BLOCK // 4  # and where it puts the splits of rows together
 PASSES = ("moments", "sums", "write")
-_TOGETHER = 4  # programs that sum, channels last, and that a multiprocessor holds at once
+_TOGETHER = 2  # programs that sum, channels last, and that a multiprocessor holds at once
+_LARGE = 16 * 8192  # elements a multiprocessor, from which tiles of 16 bits that are written may be larger
 
 
 class _Pointer:
@@ -227,7 +228,8 @@ def tiles(shape: Shape, name: str) -> Tiles:
 
     Contiguous, moments take a row of up to 4,096 elements at once. Channels last, a pass that writes takes a tile a
     program. One that sums splits rows as long as the device holds all programs at once, and each has two tiles: a few
-    programs more would be waited for alone. Both split them alike.
+    programs more would be waited for alone, and splits must be put together. Both split them alike. Where there are
+    more programs than that anyway, the sums' tiles are smaller, so that more of them fit.
     """
     writes, half = name == "write", shape.dtype.itemsize == 2
     if not shape.last:
@@ -238,15 +240,14 @@ def tiles(shape: Shape, name: str) -> Tiles:
         blocks = ceil(shape.s, positions) if writes else 1
         return Tiles(rows, positions, ceil(shape.rows, rows) * blocks, shape.s, 1)
     channels = min(power(shape.c), 64)
-    of = {
-        n: min(power(shape.s), e // channels) for n, e in (("moments", 2048), ("sums", 1024), ("write", 4096))
-    }
-    positions = of[name]
     images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
-    per = positions
+    at_once = _TOGETHER * _processors(shape.device)
+    elements = 4096 if writes else 1024 if name == "sums" and images * blocks > at_once else 2048
+    if writes and half and shape.n * shape.c * shape.parts * shape.s > _LARGE * _processors(shape.device):
+        elements = 8192
+    positions = per = min(power(shape.s), elements // channels)
     if not writes:
-        each = of["moments"]
-        at_once = _TOGETHER * _processors(shape.device)
+        each = min(power(shape.s), 2048 // channels)
         splits = max(1, min(at_once // (images * blocks), ceil(shape.s, each * 2)))
         per = ceil(ceil(shape.s, splits), each) * each
     splits = ceil(shape.s, per)
