@@ -51,6 +51,24 @@ def numbers(history):
     return [{k: v for k, v in line.items() if k != "seconds"} for line in history.epochs]
 
 
+def test_a_loss_that_is_no_number_is_told_once():
+    class Listens(Watcher):
+        def __init__(self):
+            self.told = []
+
+        def note(self, sentence):
+            self.told.append(sentence)
+
+    heard, diverges = Listens(), TINY.with_(norm="none", lr=1e12, momentum=0.0)
+    _, history = trained(diverges, progress=heard)
+    assert len(history.epochs) == 3 and history.epochs[-1]["loss"] is None
+    (sentence,) = heard.told
+    assert sentence.startswith(f"{diverges.name}: the loss of epoch 1 is not a finite number")
+    calm = Listens()
+    trained(TINY, progress=calm)
+    assert not calm.told
+
+
 def same_state(a, b):
     assert a.keys() == b.keys()
     for name in a:

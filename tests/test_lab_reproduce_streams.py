@@ -137,7 +137,8 @@ def test_other_numbers_of_epochs(tmp_path, monkeypatch):
     ctx = Context(tmp_path, "full", epochs=30)
     usual = {"epochs": 200, "schedule": "step", "milestones": (50, 150), "warmup": 1}
     found = settings_for(ctx, **usual)
-    assert (found.epochs, found.milestones, found.warmup) == (30, (8, 22), 0)
+    assert (found.epochs, found.milestones, found.warmup) == (30, (8, 22), 1)
+    assert settings_for(ctx, **usual | {"warmup": 0}).warmup == 0
     assert settings_for(Context(tmp_path, "full"), **usual).milestones == (50, 150)
     monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     outcome = reproduce.run(

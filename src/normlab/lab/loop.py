@@ -126,6 +126,9 @@ def fit(
             history.epochs.append(line)
             trainer.keep(history, folder)
             watch.epoch(line)
+            if [n for n, known in enumerate(history.epochs) if known.get("loss", 0) is None] == [epoch]:
+                watch.note(f"{settings.name}: the loss of epoch {epoch + 1} is not a finite number, and what follows "
+                           "will most likely be none either. A lower lr, or warmup, or clip may help.")  # fmt: skip
             if board is not None:
                 board.write(line)
         trainer.give_best()

@@ -50,7 +50,7 @@ _ENTRIES: dict[str, Entry] = {
                             fixed={"depth": d}, residual=True)
         for d in (20, 32, 44, 56, 110)
     },
-    "preact-resnet18": Entry(preact_resnet18, "pre-activation ResNet-18 for small images", residual=True),
+    "preact-resnet18": Entry(preact_resnet18, "pre-activation ResNet-18 for small images", "torch", residual=True),
 }  # fmt: skip
 NAMES: dict[str, str] = {name: entry.about for name, entry in _ENTRIES.items()} | {
     "wrn-D-K": "Wide ResNet of 6n + 4 layers, K times as wide: wrn-28-10; with norm fixup one norm stays, the last",

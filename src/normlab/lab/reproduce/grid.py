@@ -69,7 +69,7 @@ class Grid:
 def settings_for(ctx: Context, **values: Any) -> Settings:
     """Settings of a reproduction: CUDA graphs where there is CUDA, unless asked otherwise; they change no number.
 
-    Where another number of epochs was asked for, milestones and warm-up move in proportion.
+    Where another number of epochs was asked for, milestones and warm-up move in proportion; of a warm-up, an epoch stays.
     """
     capture = ctx.place.startswith("cuda") if ctx.capture is None else ctx.capture
     usual = Settings(**{"capture": capture, **values})
@@ -77,7 +77,7 @@ def settings_for(ctx: Context, **values: Any) -> Settings:
         return usual
     share = ctx.epochs / usual.epochs
     moved = tuple(dict.fromkeys(max(1, round(m * share)) for m in usual.milestones))
-    warm = min(round(usual.warmup * share), ctx.epochs - 1)
+    warm = min(max(round(usual.warmup * share), min(usual.warmup, 1)), ctx.epochs - 1)
     return usual.with_(epochs=ctx.epochs, milestones=moved, warmup=warm)
 
 
