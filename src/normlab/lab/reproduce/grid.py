@@ -69,7 +69,7 @@ class Grid:
 def settings_for(ctx: Context, **values: Any) -> Settings:
     """Settings of a reproduction: CUDA graphs where there is CUDA, unless asked otherwise; they change no number.
 
-    Where another number of epochs was asked for, milestones and warm-up move in proportion; of a warm-up an epoch stays.
+    Where another number of epochs was asked for, milestones and warm-up move along; of a warm-up an epoch stays.
     """
     capture = ctx.place.startswith("cuda") if ctx.capture is None else ctx.capture
     usual = Settings(**{"capture": capture, **values})
