@@ -22,6 +22,7 @@ import triton.language as tl
 # of a tile takes them about the first it sees. Nothing is summed over threads before the last tile.
 _SPLITS = tl.constexpr(16)  # splits of a row that are looked at together
 _AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, memory is waited for
+_LOOKED_AT = tl.constexpr(16)  # values of a row whose mean its moments are taken about, channels last
 _STAGES = tl.constexpr(6)  # tiles under way, channels last: one that is summed and those read ahead of it
 
 
@@ -126,9 +127,9 @@ def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr,
     size = high - low
     j = tl.arange(0, BS)
     about = tl.zeros((BC,), tl.float32)
-    for k in tl.static_range(4):
-        at = (m.to(tl.int64) * s + low + k * (size // 4)) * C
-        about += 0.25 * tl.load(x + at + c, mask=col, other=0.0).to(tl.float32)
+    for k in tl.static_range(_LOOKED_AT):
+        at = (m.to(tl.int64) * s + low + k * size // _LOOKED_AT) * C
+        about += tl.load(x + at + c, mask=col, other=0.0).to(tl.float32) / _LOOKED_AT
     first = tl.zeros((BS, BC), tl.float32)
     second = tl.zeros((BS, BC), tl.float32)
     for start in tl.range(low, high, BS, num_stages=_STAGES):
