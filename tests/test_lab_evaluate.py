@@ -32,6 +32,7 @@ from normlab.lab.evaluate import (
     transfer,
 )
 from normlab.lab.measurements import GREY, NATURAL
+from normlab.lab.mixing import mixed_branches
 from normlab.lab.models import Classifier, Standardize, build
 from normlab.lab.seeds import generator
 
@@ -532,5 +533,14 @@ def test_what_only_the_data_can_tell(model: Classifier, data: Data) -> None:
     assert "batch_size=0 is out of range" in complaint("clean", batch_size=0)
     nothing = replace(data, test=Images(data.test.x[:0], data.test.y[:0]))
     assert "has no test images" in complaint("clean", own=nothing)
-    with pytest.raises(LabError, match=r"two branches and a weight in \[0, 1\]"):
+    with pytest.raises(LabError, match=r"two branches, with a weight in \[0, 1\]; got 1.5"):
         predict_with(model, weight=1.5)
+    both = normlab.AuxiliaryBatchNorm2d(2).eval()
+    for mixes in (
+        lambda m, b: predict_with(m, branches=b),
+        lambda m, b: mixed_branches(m, 0.5, b).__enter__(),
+    ):
+        with pytest.raises(LabError, match="has no separated layers to mix"):
+            mixes(nn.BatchNorm2d(2), ("main", "aux"))
+        with pytest.raises(LabError, match="there is no branch 'axu'; did you mean 'aux'"):
+            mixes(both, ("main", "axu"))

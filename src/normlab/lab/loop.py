@@ -259,8 +259,10 @@ class _Trainer:
             self._step(batch)
             return
         if self.captured is None:
-            self.captured = Captured(self._step, batch, self.ctx)
-        if not self.captured(batch):  # a model that asks the device for a value, for example
+            self.captured = Captured(
+                lambda *tensors: self._step(Batch.of(tensors)), batch.tensors, self.ctx.generator
+            )
+        if not self.captured(*batch.tensors):  # a model that asks the device for a value, for example
             self.capture, self.captured = False, None
             self.watch.note(
                 "A step of this model cannot be captured as a CUDA graph; it runs as usual, more slowly."

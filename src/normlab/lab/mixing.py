@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import reference
-from .._text import words
+from .._text import nearest, words
 from ..activation import activate
 from ..engine import Coefficients, Moments, Rows, _compose, both, normalize
 from ..layers import Norm
@@ -39,18 +39,27 @@ def branches_of(model: nn.Module) -> tuple[str, ...]:
     return next(iter(found), ())
 
 
-def pair_of(model: nn.Module) -> tuple[str, str]:
-    """The two branches that a mixture is of, where none are named: main and aux, or the only two that there are."""
+def pair_of(model: nn.Module, branches: Sequence[str] | None = None, weight: float = 0.0) -> tuple[str, str]:
+    """The two branches of the model that a mixture is of, main and aux or the only two that there are unless others are
+    named; or a sentence about why they, or the weight, cannot be."""
+    if (branches is not None and len(branches) != 2) or not 0 <= weight <= 1:
+        got = weight if branches is None else f"{words(branches)} and {weight}"
+        raise LabError(f"a mixture is of two branches, with a weight in [0, 1]; got {got}")
     known = branches_of(model)
     if not known:
         raise LabError(
             f"{type(model).__name__} has no separated layers to mix; convert(model, 'auxiliary') makes some"
         )
-    if {"main", "aux"} <= set(known):
-        return "main", "aux"
-    if len(known) != 2:
-        raise LabError(f"a mixture is of two branches, and this model has {words(known)}; name two of them")
-    return known[0], known[1]
+    if branches is None:
+        branches = ("main", "aux") if {"main", "aux"} <= set(known) else known
+        if len(branches) != 2:
+            raise LabError(
+                f"a mixture is of two branches, and this model has {words(known)}; name two of them"
+            )
+    for branch in branches:
+        if branch not in known:
+            raise LabError(f"there is no branch {branch!r}; {nearest(branch, known)}")
+    return branches[0], branches[1]
 
 
 @contextmanager
@@ -72,18 +81,12 @@ def mixed_branches(
     >>> torch.allclose(y, (layer(x, "main") + layer(x, "aux")) / 2, atol=1e-6)
     True
     """
-    if (branches is not None and len(branches) != 2) or not 0 <= weight <= 1:
-        got = weight if branches is None else f"{words(branches)} and {weight}"
-        raise LabError(f"mixing takes two branches and a weight in [0, 1]; got {got}")
-    branches = pair_of(model) if branches is None else branches
+    branches = pair_of(model, branches, weight)
     layers = [m for m in model.modules() if "branch" in getattr(m, "wants", ())]
     own = [layer.__dict__.get("forward") for layer in layers]
     try:
         for layer in layers:
             assert isinstance(layer, Norm) and layer.branches is not None
-            for branch in branches:
-                if branch not in layer.branches:
-                    raise LabError(f"there is no branch {branch!r}; this model has {words(layer.branches)}")
             places = [cast(int, branch_index(b, layer.branches, None)) for b in branches]
             layer.forward = _mixed(layer, places, weight)  # type: ignore[method-assign]
         yield model

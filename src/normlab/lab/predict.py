@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._text import words
 from ..reference import widest
 from ..routing import route
 from .attacks import Attack, as_found
@@ -226,17 +225,11 @@ def predict_with(
     (:func:`normlab.lab.mixing.mixed_branches`). The branches are main and aux, or the two that the model has, unless
     others are named. The result is a model: measure it, attack it, ask it for logits.
     """
-    if (branches is not None and len(branches) != 2) or not 0 <= weight <= 1:
-        got = weight if branches is None else f"{words(branches)} and {weight}"
-        raise LabError(f"interpolation takes two branches and a weight in [0, 1]; got {got}")
-    branches = pair_of(model) if branches is None else branches
     if of not in BETWEEN:
         raise LabError(
             f"of={of!r} is not known; expected {', '.join(map(repr, BETWEEN[:-1]))} or {BETWEEN[-1]!r}"
         )
-    for branch in branches:
-        routed(model, branch)
-    return Mixed(model, (branches[0], branches[1]), float(weight), of)
+    return Mixed(model, pair_of(model, branches, weight), float(weight), of)
 
 
 def routed(model: nn.Module, branch: str) -> route:

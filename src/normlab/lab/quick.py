@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import fuse, route
 from ..layers import Norm
-from .recipes import Batch, Context
+from .recipes import Context
 
 __all__ = ["Captured", "Halves", "fused"]
 
@@ -93,32 +93,37 @@ class Captured:
     """A step as a CUDA graph: small networks are bound by the host, and a graph is one launch.
 
     The first steps run as they are, on a stream of their own as capturing asks for; they are steps of the training.
+    Tensors of a call are copied to where the graph reads them. ``generator`` is what the step draws from.
     """
 
-    def __init__(self, step: Any, batch: Batch, ctx: Context) -> None:
-        self.step, self.ctx = step, ctx
-        self.static = Batch.of([torch.empty_like(t) for t in batch.tensors])
+    def __init__(
+        self, step: Callable[..., object], tensors: Sequence[Tensor], generator: torch.Generator | None = None
+    ) -> None:
+        self.step, self.generator = step, generator
+        self.static = [torch.empty_like(t) for t in tensors]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
 
-    def __call__(self, batch: Batch) -> bool:
+    def __call__(self, *tensors: Tensor) -> bool:
         """Run the step; False if it cannot be captured, and then it has not run."""
-        for mine, new in zip(self.static.tensors, batch.tensors, strict=True):
+        for mine, new in zip(self.static, tensors, strict=True):
             mine.copy_(new)
         if self.graph is None and self.warm < _WARM_UP:
             self.warm += 1
-            side = torch.cuda.Stream(self.ctx.device)
-            side.wait_stream(torch.cuda.current_stream(self.ctx.device))
+            device = self.static[0].device
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                self.step(self.static)
-            torch.cuda.current_stream(self.ctx.device).wait_stream(side)
+                self.step(*self.static)
+            torch.cuda.current_stream(device).wait_stream(side)
             return True
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            graph.register_generator_state(self.ctx.generator)
+            if self.generator is not None:
+                graph.register_generator_state(self.generator)
             try:
                 with torch.cuda.graph(graph):  # records and does not run
-                    self.step(self.static)
+                    self.step(*self.static)
             except RuntimeError:
                 return False
             self.graph = graph

@@ -9,7 +9,7 @@ takes up from there: it finds the training done and measures.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ...layers import BatchNorm1d
 from ..data import Data, pixels
 from ..loop import arithmetic
 from ..norms import parse_norm
+from ..quick import Captured
 from ..seeds import generator
 from ..settings import Settings
 from ..store import save_checkpoint, write_atomic, write_lines
@@ -156,9 +157,8 @@ def train_together(
     def step(chosen: Tensor) -> None:  # [R, B]: which images
         stack.step(pixels(x[chosen]), y[chosen], first.lr, sums)
 
-    run: Callable[[Tensor], None] = step
-    if device.startswith("cuda"):
-        run = _captured(step, torch.zeros(len(cells), first.batch_size, dtype=torch.long, device=device))
+    whole = torch.empty(len(cells), first.batch_size, dtype=torch.long, device=device)
+    captured = Captured(step, [whole]) if whole.is_cuda else None
     logs: list[list[dict[str, Any]]] = [[] for _ in cells]
     with arithmetic(first.precision):
         for epoch in range(first.epochs):
@@ -167,7 +167,8 @@ def train_together(
             drawn = [generator(s.seed, "order", epoch, device=device) for s in cells]
             order = torch.stack([torch.randperm(len(y), generator=g, device=device)[:images] for g in drawn])
             for chosen in order.split(first.batch_size, 1):
-                (run if chosen.shape[1] == first.batch_size else step)(chosen)
+                if captured is None or chosen.shape != whole.shape or not captured(chosen):
+                    step(chosen)
             trained = (sums / images).T.tolist()  # the epoch's one wait for the device
             tested = (stack.tested(data.test.x, data.test.y) / len(data.test.y)).T.tolist()
             seconds = round((time.perf_counter() - start) / len(cells), 4)
@@ -183,31 +184,6 @@ def train_together(
                 progress.step(epoch + 1, 1, 1)
     for number, (settings, home, log) in enumerate(zip(cells, homes, logs, strict=True)):
         _store(settings, home, log, {k: v[number].detach() for k, v in stack.state.items()}, data)
-
-
-def _captured(step: Callable[[Tensor], None], static: Tensor) -> Callable[[Tensor], None]:
-    """``step`` as a CUDA graph that reads its batch from ``static``; the first three calls run as they are."""
-    graph: torch.cuda.CUDAGraph | None = None
-    warm = 0
-
-    def run(chosen: Tensor) -> None:
-        nonlocal graph, warm
-        static.copy_(chosen)
-        if warm < 3:
-            warm += 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                step(static)
-            torch.cuda.current_stream().wait_stream(side)
-            return
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):  # records and does not run
-                step(static)
-        graph.replay()
-
-    return run
 
 
 def _store(
