@@ -285,6 +285,26 @@ def test_a_full_disk_is_a_sentence(normlab, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nmore"
+        ),
+    ],
+)
+def test_too_little_memory_is_a_sentence(normlab, monkeypatch, error):
+    def full(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("normlab.lab.study.fit", full)
+    refused(
+        normlab("train", "--out", "run", *SMALL), "there is not enough memory", "What is finished is kept."
+    )
+
+
 def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

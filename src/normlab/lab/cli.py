@@ -63,4 +63,14 @@ def _words(error: BaseException) -> tuple[str, int] | None:
         if name in _EXTRA:
             how = "pip install timm" if name == "timm" else "pip install 'normlab[lab]'"
             return f"normlab: {name} is not installed; {how} brings it.", 2
+    if _is_of_memory(error):
+        what = (str(error) or type(error).__name__).splitlines()[0]
+        return ("normlab: there is not enough memory. A smaller batch_size or size takes less, and accumulate cuts a "
+                f"step's batch into parts. What is finished is kept. ({what})"), 2  # fmt: skip
     return None
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    import torch
+
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

@@ -35,12 +35,11 @@ def _record(cells: Cells, case: Case, measurement: str) -> list[dict[str, Any]]:
 
 
 def _figure_3(ctx: Context) -> Outcome:
-    weights = ctx.pick(
-        default="0, 0.25, 0.5, 0.75, 1", full=", ".join(f"{k / 10:g}" for k in range(11)), smoke="0, 0.5, 1"
-    )
+    few = ctx.pick(default="0, 0.25, 0.5, 0.75, 1", full="0, 0.25, 0.5, 0.75, 1", smoke="0, 0.5, 1")
+    many = ", ".join(f"{k / 10:g}" for k in range(11)) if ctx.scale == "full" else few
     fewer = ctx.pick(default=", severities=[1, 3, 5], n=300", full="", smoke=", severities=[3], n=8")
-    clean = {of: f"between(weights=[{weights}], of={of})" for of in KINDS}
-    noisy = {of: f"between-corruptions(weights=[{weights}], of={of}{fewer})" for of in KINDS}
+    clean = {of: f"between(weights=[{many}], of={of})" for of in KINDS}
+    noisy = {of: f"between-corruptions(weights=[{few}], of={of}{fewer})" for of in KINDS}
     case = _weak(ctx)
     columns = [Column(t, t) for t in (*clean.values(), *noisy.values())]
     seeds = ctx.seed_list(default=2, full=10)
