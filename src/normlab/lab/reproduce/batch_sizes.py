@@ -38,10 +38,18 @@ def with_ghost(norm: str, samples: int) -> str:
     return f"{name}({inner}{', ' if bracket and inner else ''}ghost={samples})"
 
 
-def base(ctx: Context, epochs: int, milestones: tuple[int, ...]) -> Any:
-    """A CIFAR ResNet in place of ResNet-50 on ImageNet; at the default scale a small net on digits."""
+def group_norm(ctx: Context) -> str:
+    """Group norm of these networks: with the usual 32 groups, their narrow layers would have instance norm."""
+    return ctx.pick(default="group(4)", full="group(8)", smoke="group(4)")
+
+
+def base(ctx: Context) -> Any:
+    """A CIFAR ResNet in place of ResNet-50 on ImageNet; at the default scale a small net on digits.
+
+    One schedule serves both papers, so that they share trainings.
+    """
     full = {
-        "model": "resnet20", "data": "cifar10", "epochs": epochs, "schedule": "step", "milestones": milestones,
+        "model": "resnet20", "data": "cifar10", "epochs": 30, "schedule": "step", "milestones": (9, 18, 27),
         "weight_decay": 1e-4, "warmup": 1, "channels_last": True,
     }  # fmt: skip
     small = {"model": "small", "data": "mnist5k", "epochs": 4, "train_size": 2000, "weight_decay": 1e-4}
