@@ -41,7 +41,7 @@ def _note(ctx: Context) -> str:
             "ResNet-20 on CIFAR-10, 30 epochs, in place of ResNet-50 on ImageNet, 120 epochs: 8 workers as one batch "
             "with ghost statistics of a worker's samples, learning rate 0.1 for 256 images in proportion, weight "
             "decay 1e-4 on everything. The paper's figures are ImageNet's; the direction can be compared. Group norm "
-            "has 8 groups: 32, the paper's, would be instance norm on layers of 16 and 32 channels."
+            "has 8 groups: the usual 32 would be instance norm on layers of 16 and 32 channels."
         )
     return (
         "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, 4 workers, in place of ResNet-50 on "
