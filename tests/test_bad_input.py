@@ -3,6 +3,7 @@
 Each row gives a call, the error, and the parts of its text that carry the information.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,12 @@ def loaded_at_another_resolution() -> None:
     layer(x())
     fresh.load_state_dict(layer.state_dict())
     fresh.eval()(x(4, 6, 8, 8))
+
+
+def traced_by_jit() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and used
+        torch.jit.trace(nn.Sequential(GroupNorm2d(2, 6)), x())
 
 
 def aux(n: int = 4) -> Callable[[Any], Tensor]:
@@ -211,6 +218,11 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         lambda: SwitchNorm2d(6, "batch"),
         T,
         ["several pools", "('instance', 'layer', 'batch')", "'batch'"],
+    ),
+    "eps in place of the pools": (
+        lambda: SwitchNorm2d(6, 1e-3),  # type: ignore[arg-type]
+        T,
+        ["several pools", "('instance', 'layer', 'batch')", "got 0.001"],
     ),
     "no pool": (lambda: SwitchNorm2d(6, ()), V, ["at least one pool", "('instance', 'layer', 'batch')"]),
     "a pool twice": (lambda: Norm2d(6, ("batch", "batch")), V, ["may stand once", "batch, batch"]),
@@ -468,6 +480,16 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         lambda: BatchNorm1d(6)(x(1, 6)),
         V,
         ["more than 1 value per statistic", "[1, 6]", "batch statistics", "larger batch", "group"],
+    ),
+    "a layer alone to torch.fx": (
+        lambda: torch.fx.symbolic_trace(BatchNorm2d(6)),
+        T,
+        ["BatchNorm2d", "one node to torch.fx", "nn.Sequential(layer)"],
+    ),
+    "torch.jit.trace": (
+        traced_by_jit,
+        RuntimeError,
+        ["torch.jit.trace", "GroupNorm2d", "torch.export.export", "normlab.fold(model)"],
     ),
     "batch of one pixel": (lambda: BatchNorm2d(6)(x(1, 6, 1, 1)), V, ["more than 1 value", "[1, 6, 1, 1]"]),
     "mixture of one pixel": (

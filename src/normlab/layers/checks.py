@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.fx import Proxy
 
 from .. import running
 from .._text import words
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .base import Norm
 
 __all__ = [
+    "as_node",
     "check_branches",
     "check_counts",
     "check_input",
@@ -35,7 +37,24 @@ _SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
 _CONDITIONS = ("label", "branch", "style")
 
 
+def as_node(layer: Norm, x: Proxy, given: dict[str, Any]) -> Any:
+    """A call while ``torch.fx`` traces: one node of the graph, as a layer of ``torch.nn`` is."""
+    tracer: Any = x.tracer
+    path = tracer.path_of_module(layer)
+    if not path:
+        raise TypeError(
+            f"{type(layer).__name__} is one node to torch.fx and cannot be all that is traced; "
+            "trace a model that has it, nn.Sequential(layer)"
+        )
+    return tracer.create_proxy("call_module", path, (x,), {n: v for n, v in given.items() if v is not None})
+
+
 def check_input(layer: Norm, x: Tensor) -> None:
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise RuntimeError(
+            f"torch.jit.trace would fix the sizes of this input in {type(layer).__name__}; use torch.export.export, or "
+            "trace normlab.fold(model) where that leaves layers of torch alone"
+        )
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(layer).__name__} takes a tensor; got {type(x).__name__}")
     ranks = range(2, 100) if layer.dims is None else _RANKS[layer.dims]
