@@ -669,7 +669,7 @@ class Norm(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         stored = getattr(self, "run_shape", None)
-        if stored is not None:
+        if stored is not None and not stored.is_meta:
             found = tuple(int(s) for s in stored.tolist() if s >= 0)
             self._run_shape = found or None
 
