@@ -131,6 +131,18 @@ def test_runs_of_whole_channels_are_exported_for_any_resolution():
     torch.testing.assert_close(program(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
+@every
+def test_fake_tensors(case: Case):
+    """Shapes without values: labels and branches, which are looked at elsewhere, included."""
+    with FakeTensorMode():
+        layer = case.cls()(*case.args, **case.options)
+        x = torch.randn(case.input().shape, requires_grad=True)
+        y = case.call(layer, x, case.give(x))
+        y.sum().backward()
+        assert x.grad is not None
+        assert y.shape == x.grad.shape == x.shape
+
+
 class Between(nn.Module):
     """A layer in the middle of a model."""
 

@@ -112,7 +112,7 @@ def check_counts(layer: Norm, x: Tensor, spatial: int, segments: Sequence[Segmen
         values = a_sample * (x.shape[0] if pool.ghost is None else min(pool.ghost, x.shape[0]))
         if pool.ghost is not None and x.shape[0] % pool.ghost:
             values = min(values, a_sample * (x.shape[0] % pool.ghost))
-        if isinstance(s.branch, Tensor) and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if type(s.branch) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
             assert s.index is not None
             members = torch.bincount(s.index)
             values = a_sample * int(members[members > 0].min())
