@@ -70,6 +70,10 @@ def loaded_at_another_resolution() -> None:
     fresh.eval()(x(4, 6, 8, 8))
 
 
+def centre(m: normlab.Moments) -> normlab.Coefficients:
+    return normlab.Coefficients(m.mean, torch.ones_like(m.mean))
+
+
 def traced_by_jit() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and used
@@ -491,6 +495,21 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         RuntimeError,
         ["torch.jit.trace", "GroupNorm2d", "torch.export.export", "normlab.fold(model)"],
     ),
+    "integers to normalize": (
+        lambda: normlab.normalize(torch.ones(2, 6, 3, 3, dtype=torch.long), centre),
+        T,
+        ["floating-point tensor [N, C, *S]", "torch.int64", "[2, 6, 3, 3]"],
+    ),
+    "a vector to normalize": (
+        lambda: normlab.normalize(x(6), centre),
+        T,
+        ["floating-point tensor [N, C, *S]", "[6]"],
+    ),
+    "a number as coefficient": (
+        lambda: normlab.normalize(x(), lambda m: normlab.Coefficients(0.0, m.var)),  # type: ignore[arg-type]
+        T,
+        ["coefficients are tensors", "[N, R]", "center is float"],
+    ),
     "batch of one pixel": (lambda: BatchNorm2d(6)(x(1, 6, 1, 1)), V, ["more than 1 value", "[1, 6, 1, 1]"]),
     "mixture of one pixel": (
         lambda: SwitchNorm2d(6)(x(1, 6, 1, 1)),
@@ -601,10 +620,25 @@ def test_numbers_of_numpy_are_numbers():
 
 def test_a_rule_may_return_coefficients_alone():
     x = torch.randn(2, 4, 3, 3)
-
-    def centred(m: normlab.Moments) -> normlab.Coefficients:
-        return normlab.Coefficients(m.mean, torch.ones_like(m.mean))
-
-    y, seen = normlab.normalize(x, centred)
+    y, seen = normlab.normalize(x, centre)
     assert seen is None
     torch.testing.assert_close(y, x - x.mean((2, 3), keepdim=True))
+
+
+@pytest.mark.parametrize("samples", [4, 6], ids=["other", "as-many-as-channels"])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "last"])
+def test_coefficients_of_a_rule_broadcast(samples: int, last: bool):
+    """A number for all, and one for each channel, without the axis of samples; forward and backward."""
+    x = torch.randn(samples, 6, 5, 3, dtype=torch.float64)
+    x = (x.to(memory_format=torch.channels_last) if last else x).requires_grad_()
+    weight = torch.rand(6, dtype=torch.float64, requires_grad=True)
+
+    def one_for_all(m: normlab.Moments) -> normlab.Coefficients:
+        return normlab.Coefficients(m.mean.mean(), 1 + m.var.mean(0), m.mean.mean(0))
+
+    y, _ = normlab.normalize(x, one_for_all, weight=weight)
+    scale, shift = 1 + x.var((2, 3), correction=0).mean(0), x.mean((0, 2, 3))
+    want = ((x - x.mean()) * scale.view(6, 1, 1) + shift.view(6, 1, 1)) * weight.view(6, 1, 1)
+    torch.testing.assert_close(y, want)
+    found, wanted = (torch.autograd.grad(t.pow(3).sum(), (x, weight)) for t in (y, want))
+    torch.testing.assert_close(found, wanted)

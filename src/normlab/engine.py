@@ -203,6 +203,9 @@ def normalize(
     >>> bool((y.square().mean((1, 2, 3)) - 1).abs().max() < 1e-4)
     True
     """
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
+        got = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"normalize() takes a floating-point tensor [N, C, *S]; got {got}")
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
             return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
@@ -295,12 +298,19 @@ def plain(
 def both(found: Any) -> tuple[Coefficients, Any]:
     """What a rule returned: coefficients alone, or with what else its caller wants back."""
     if isinstance(found, Coefficients):
-        return found, None
+        found = found, None
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Coefficients):
         raise TypeError(
             f"a rule returns Coefficients, or them and one value more; got {type(found).__name__}"
         )
-    return found
+    for name, t in zip(Coefficients._fields, found[0], strict=True):
+        if not isinstance(t, Tensor) and (t is not None or name != "shift"):
+            raise TypeError(
+                f"coefficients are tensors that broadcast against [N, R]; {name} is {type(t).__name__}"
+            )
+    # A number and a vector broadcast too; the passes see which axis is which.
+    each: Any = (t if t is None or t.dim() > 1 else t.reshape(1, -1) for t in found[0])
+    return Coefficients(*each), found[1]
 
 
 def _compose(
