@@ -3,6 +3,7 @@
 Each row gives a call, the error, and the parts of its text that carry the information.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,16 @@ def loaded_at_another_resolution() -> None:
     layer(x())
     fresh.load_state_dict(layer.state_dict())
     fresh.eval()(x(4, 6, 8, 8))
+
+
+def centre(m: normlab.Moments) -> normlab.Coefficients:
+    return normlab.Coefficients(m.mean, torch.ones_like(m.mean))
+
+
+def traced_by_jit() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and used
+        torch.jit.trace(nn.Sequential(GroupNorm2d(2, 6)), x())
 
 
 def aux(n: int = 4) -> Callable[[Any], Tensor]:
@@ -211,6 +222,11 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         lambda: SwitchNorm2d(6, "batch"),
         T,
         ["several pools", "('instance', 'layer', 'batch')", "'batch'"],
+    ),
+    "eps in place of the pools": (
+        lambda: SwitchNorm2d(6, 1e-3),  # type: ignore[arg-type]
+        T,
+        ["several pools", "('instance', 'layer', 'batch')", "got 0.001"],
     ),
     "no pool": (lambda: SwitchNorm2d(6, ()), V, ["at least one pool", "('instance', 'layer', 'batch')"]),
     "a pool twice": (lambda: Norm2d(6, ("batch", "batch")), V, ["may stand once", "batch, batch"]),
@@ -469,6 +485,31 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         V,
         ["more than 1 value per statistic", "[1, 6]", "batch statistics", "larger batch", "group"],
     ),
+    "a layer alone to torch.fx": (
+        lambda: torch.fx.symbolic_trace(BatchNorm2d(6)),
+        T,
+        ["BatchNorm2d", "one node to torch.fx", "nn.Sequential(layer)"],
+    ),
+    "torch.jit.trace": (
+        traced_by_jit,
+        RuntimeError,
+        ["torch.jit.trace", "GroupNorm2d", "torch.export.export", "normlab.fold(model)"],
+    ),
+    "integers to normalize": (
+        lambda: normlab.normalize(torch.ones(2, 6, 3, 3, dtype=torch.long), centre),
+        T,
+        ["floating-point tensor [N, C, *S]", "torch.int64", "[2, 6, 3, 3]"],
+    ),
+    "a vector to normalize": (
+        lambda: normlab.normalize(x(6), centre),
+        T,
+        ["floating-point tensor [N, C, *S]", "[6]"],
+    ),
+    "a number as coefficient": (
+        lambda: normlab.normalize(x(), lambda m: normlab.Coefficients(0.0, m.var)),  # type: ignore[arg-type]
+        T,
+        ["coefficients are tensors", "[N, R]", "center is float"],
+    ),
     "batch of one pixel": (lambda: BatchNorm2d(6)(x(1, 6, 1, 1)), V, ["more than 1 value", "[1, 6, 1, 1]"]),
     "mixture of one pixel": (
         lambda: SwitchNorm2d(6)(x(1, 6, 1, 1)),
@@ -579,10 +620,25 @@ def test_numbers_of_numpy_are_numbers():
 
 def test_a_rule_may_return_coefficients_alone():
     x = torch.randn(2, 4, 3, 3)
-
-    def centred(m: normlab.Moments) -> normlab.Coefficients:
-        return normlab.Coefficients(m.mean, torch.ones_like(m.mean))
-
-    y, seen = normlab.normalize(x, centred)
+    y, seen = normlab.normalize(x, centre)
     assert seen is None
     torch.testing.assert_close(y, x - x.mean((2, 3), keepdim=True))
+
+
+@pytest.mark.parametrize("samples", [4, 6], ids=["other", "as-many-as-channels"])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "last"])
+def test_coefficients_of_a_rule_broadcast(samples: int, last: bool):
+    """A number for all, and one for each channel, without the axis of samples; forward and backward."""
+    x = torch.randn(samples, 6, 5, 3, dtype=torch.float64)
+    x = (x.to(memory_format=torch.channels_last) if last else x).requires_grad_()
+    weight = torch.rand(6, dtype=torch.float64, requires_grad=True)
+
+    def one_for_all(m: normlab.Moments) -> normlab.Coefficients:
+        return normlab.Coefficients(m.mean.mean(), 1 + m.var.mean(0), m.mean.mean(0))
+
+    y, _ = normlab.normalize(x, one_for_all, weight=weight)
+    scale, shift = 1 + x.var((2, 3), correction=0).mean(0), x.mean((0, 2, 3))
+    want = ((x - x.mean()) * scale.view(6, 1, 1) + shift.view(6, 1, 1)) * weight.view(6, 1, 1)
+    torch.testing.assert_close(y, want)
+    found, wanted = (torch.autograd.grad(t.pow(3).sum(), (x, weight)) for t in (y, want))
+    torch.testing.assert_close(found, wanted)

@@ -310,3 +310,13 @@ def test_an_empty_loader_is_refused():
     with pytest.raises(ValueError, match="gave no batch"):
         calibrate(layer, [])
     assert tracked(layer) == 0
+
+
+def test_what_is_no_loader_is_refused():
+    layer = normlab.BatchNorm2d(6)
+    with pytest.raises(
+        TypeError, match=r"a loader, which gives batches; got Tensor; for one batch pass \[batch\]"
+    ):
+        calibrate(layer, torch.randn(4, 6, 3, 3))
+    with pytest.raises(TypeError, match="a loader, which gives batches; got int"):
+        calibrate(layer, 3)  # type: ignore[arg-type]

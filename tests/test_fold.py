@@ -310,6 +310,18 @@ def test_inputs_uncover_what_a_trace_cannot_see():
         fold(model, inputs=torch.randn(2, 6, 8, 8, dtype=torch.float64))
 
 
+class Masked(Peeking):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).masked_fill(x[:, :1, 1:-1, 1:-1] > 0, -torch.inf)
+
+
+def test_infinities_that_stay_where_they_were_are_no_difference():
+    model, x = drawn(Masked()).double(), torch.randn(2, 6, 8, 8, dtype=torch.float64)
+    folded = fold(model, inputs=x)
+    torch.testing.assert_close(folded(x), model.eval()(x))
+    assert plain(folded)
+
+
 class Labelled(nn.Module):
     """Hands the label to its layer by itself."""
 

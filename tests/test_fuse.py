@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -119,6 +121,19 @@ def test_parts_without_a_norm_layer_follow_the_mode():
     model = nn.Sequential(normlab.BatchNorm2d(4), nn.ReLU(), Dropping())
     fused, x = normlab.fuse(model), torch.randn(2, 4, 3, 3)
     assert_close(fused.eval()(x), model.eval()(x))
+
+
+def test_parts_keep_their_own_mode():
+    """Those of the fused model and, as most are the same modules, those of the model itself."""
+    model: Any = normlab.convert(torchvision.models.resnet18(weights=None), "batch")
+    model.layer1.eval()  # frozen for fine-tuning
+    before = {name: module.training for name, module in model.named_modules()}
+    fused, x = normlab.fuse(model, torch.randn(2, 3, 32, 32)), torch.randn(2, 3, 32, 32)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert all(module.training == before[name] for name, module in fused.named_modules())
+    counted = model.layer1[0].bn1.num_batches_tracked.clone()
+    fused(x)
+    assert model.layer1[0].bn1.num_batches_tracked == counted
 
 
 @pytest.mark.parametrize("name", ["regnetx_002", "mobilenetv3_small_050"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,24 @@ def test_backward_with_some_inputs_only(case: Case, training: bool):
                 )
                 mine = dict(zip([n for n in inputs if n in chosen], found, strict=True))
                 assert_near(mine, {n: every_one[n] for n in mine}, 1e-11, f"only {sorted(chosen)}")
+
+
+@every
+@modes
+def test_several_gradients_at_once(case: Case, training: bool):
+    """A batch of output gradients (``is_grads_batched``, vectorized Jacobians) gives what each of them gives alone."""
+    layer, x = case.build().train(training), case.input().requires_grad_()
+    given, dy = case.give(x), torch.randn(3, *x.shape, dtype=x.dtype)
+    inputs = {"x": x, **{f"given {i}": t for i, t in enumerate(leaves(given))}, **learned_by(layer)}
+    y = case.call(layer, x, given)
+    differentiate = partial(
+        torch.autograd.grad, y, list(inputs.values()), retain_graph=True, allow_unused=True
+    )
+    together = dict(zip(inputs, differentiate(dy, is_grads_batched=True), strict=True))
+    for k in range(3):
+        alone = dict(zip(inputs, differentiate(dy[k]), strict=True))
+        assert_near({n: None if g is None else g[k] for n, g in together.items()}, alone, 1e-10)
+    assert not any(g.requires_grad for g in together.values() if g is not None)
 
 
 @every

@@ -248,6 +248,21 @@ def test_double_backward(name: str, training: bool, quick: None):
     both_hosts(lambda: make().train(training), step)
 
 
+@pytest.mark.parametrize("name", ["SN", "SaBN", "SaAuxBN", "BRN", "AdaIN"])
+def test_several_gradients_at_once(name: str, quick: None):
+    make, arguments = LAYERS[name]
+    x, dy = input_of(4, 6, 3, 3), input_of(2, 4, 6, 3, 3)
+
+    def step(layer: nn.Module) -> Any:
+        a = x.detach().requires_grad_()
+        y = layer(a, *arguments)
+        torch.autograd.grad(y.sum(), a, retain_graph=True)  # kernels for one gradient are there
+        wanted = (a, *layer.parameters())
+        return y, *torch.autograd.grad(y, wanted, dy, is_grads_batched=True, allow_unused=True)
+
+    both_hosts(make, step)
+
+
 def test_a_graph_kept_and_a_graph_freed(compiled: None):
     layer, x = normlab.SwitchNorm2d(4).to(DEVICE), input_of(3, 4, 3, 3).requires_grad_()
     layer(x).sum().backward()

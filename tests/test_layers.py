@@ -183,6 +183,29 @@ def test_batch_norm_checkpoints_load_strictly_and_compute_the_same(case: Case, o
 
 
 @pytest.mark.parametrize("case", ADOPTING, ids=lambda case: case.id)
+def test_batch_norm_checkpoints_are_assigned_to_layers_without_values(case: Case):
+    """``assign=True``, with which models made on the meta device are loaded: nothing stays there."""
+    bn = nn.BatchNorm2d(case.channels).double().eval()
+    nn.init.uniform_(bn.weight, 0.5, 2)
+    layer, x = case.build().to("meta"), case.input()
+    layer.load_state_dict(bn.state_dict(), strict=True, assign=True)
+    layer.double()  # what is not in the checkpoint starts as constructed
+    near = SINGLE if "mean_weight" in layer.state_dict() else EXACT
+    assert_close(case.call(layer.eval(), x, case.give(x)), bn(x), **near)
+
+
+def test_a_tracked_resolution_is_loaded_with_values_alone():
+    layer = normlab.BatchGroupNorm2d(6, 4)
+    layer(torch.randn(2, 6, 3, 3))
+    fresh = normlab.BatchGroupNorm2d(6, 4, device="meta")
+    with pytest.warns(UserWarning, match="no-op"):  # torch's, for want of assign=True
+        fresh.load_state_dict(layer.state_dict())
+    fresh.load_state_dict(layer.state_dict(), assign=True)
+    with pytest.raises(ValueError, match="resolution"):
+        fresh(torch.randn(2, 6, 5, 5))
+
+
+@pytest.mark.parametrize("case", ADOPTING, ids=lambda case: case.id)
 def test_checkpoints_of_batch_norm_without_a_bias(case: Case):
     bn = nn.BatchNorm2d(case.channels).double().eval()
     nn.init.uniform_(bn.weight, 0.5, 2)

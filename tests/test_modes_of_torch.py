@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import normlab
 from cases import CASES, Case, assert_near, by_id, leaves, values, where, widen
@@ -127,6 +129,57 @@ def test_runs_of_whole_channels_are_exported_for_any_resolution():
     program = torch.export.export(layer, (torch.randn(3, 6, 4, 5),), dynamic_shapes=(sizes,)).module()
     x = torch.randn(3, 6, 7, 9)
     torch.testing.assert_close(program(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@every
+def test_fake_tensors(case: Case):
+    """Shapes without values: labels and branches, which are looked at elsewhere, included."""
+    with FakeTensorMode():
+        layer = case.cls()(*case.args, **case.options)
+        x = torch.randn(case.input().shape, requires_grad=True)
+        y = case.call(layer, x, case.give(x))
+        y.sum().backward()
+        assert x.grad is not None
+        assert y.shape == x.grad.shape == x.shape
+
+
+class Between(nn.Module):
+    """A layer in the middle of a model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
+        return self.layer(2 * x, given).relu()
+
+
+@pytest.mark.parametrize(
+    ("layer", "given"),
+    [
+        (normlab.SwitchNorm2d(6), None),
+        (normlab.SandwichBatchNorm2d(6, 3), torch.tensor([0, 2, 1, 2])),
+        (normlab.AdaptiveInstanceNorm2d(6), torch.randn(4, 6, 3, 3)),
+        (normlab.KalmanNorm2d(6), None),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_layer_is_one_node_to_torch_fx(layer: nn.Module, given: Tensor | None):
+    """As layers of ``torch.nn`` are, whatever the tracer."""
+    model, x = Between(layer).eval(), torch.randn(4, 6, 5, 5)
+    traced = torch.fx.symbolic_trace(model, concrete_args={"given": None} if given is None else None)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["layer"]
+    assert torch.equal(traced(x, given), model(x, given))
+
+
+def test_features_of_a_converted_model_are_extracted():
+    model = torchvision.models.resnet18(weights=None)
+    x, names = torch.randn(2, 3, 32, 32), ["layer1", "layer2.0.bn1"]
+    want = create_feature_extractor(model.eval(), names)(x)
+    normlab.convert(model, "auxiliary")
+    found: Any = create_feature_extractor(model, names)
+    with normlab.route(found, branch="aux"):
+        assert_near(found(x), want, 2e-5)
 
 
 @pytest.mark.parametrize("first", ["inference", "vmap", "grad", "export", "fake", "compile"])

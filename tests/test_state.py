@@ -1,7 +1,9 @@
 """State policy: which statistics normalize, whether the running ones move, and that scopes leave no trace."""
 
 import copy
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +231,42 @@ def test_two_scopes_stay_when_they_are_not_left():
     frozen(model)
     assert_close(model.train()(x), expected)
     assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_model_that_stays_in_a_scope_is_pickled_and_copied(model, scope):
+    x = batch()
+    scope(model)
+    for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        before = buffers(made)
+        assert_close(made(x), copy.deepcopy(model)(x), rtol=0, atol=0)
+        made(torch.full_like(x, torch.nan))
+        assert scope is guarded or unchanged(made, before)
+        assert all(b.isfinite().all() for b in made.buffers())
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("way", ["function", "method"])
+def test_a_compiled_model_is_reached_or_says_that_it_is_not(scope, way):
+    """Hooks, by which torch's own layers are reached, are not looked at by a graph that is there already."""
+
+    def compiled(layer: nn.Module) -> nn.Module:
+        model: Any = Model(layer)
+        if way == "function":
+            return torch.compile(model, backend="eager")  # type: ignore[return-value]
+        model.compile(backend="eager")
+        return model
+
+    theirs, ours = compiled(nn.BatchNorm2d(6)), compiled(normlab.BatchNorm2d(6))
+    with pytest.raises(RuntimeError, match=r"BatchNorm2d \('inner\.0\.0'\).*convert\(model, 'batch'\) first"):
+        scope(theirs)
+    ours(batch())
+    before = buffers(ours)
+    with scope(ours):
+        ours(torch.full_like(batch(), torch.nan))
+    assert unchanged(ours, before)
+    ours(batch())
+    assert not unchanged(ours, before)
 
 
 @pytest.mark.parametrize("scope", SCOPES)

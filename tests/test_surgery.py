@@ -735,6 +735,15 @@ def test_undo_follows_the_device(to):
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
 
 
+@pytest.mark.parametrize("to", ["sandwich", "none", "weight"])
+def test_undo_has_no_values_for_what_was_converted_without_any(to):
+    model = convert(small(nn.BatchNorm2d(8)).to("meta"), to, **OPTIONS[to]).to_empty(device="cpu")
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match="no values to put back"):
+        undo(model)
+    assert dict(model.named_modules()) == before
+
+
 def test_undo_keeps_a_dtype_that_was_its_own():
     model = small(nn.BatchNorm2d(8)).half()
     model[1].float()

@@ -6,6 +6,7 @@ that loads it computes what the batch norm computed, where it can.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,11 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
             state[prefix + name] = value.reshape(own[name].shape)
     if not given or not given <= _PLAIN:
         return
+    place = state[prefix + next(iter(given))].device
+    if place.type != "meta" and any(t.is_meta for t in own.values()):  # load_state_dict(..., assign=True)
+        made = deepcopy(layer).to_empty(device=place)
+        made.reset_parameters()
+        own = made.state_dict()
     if "running_mean" in given and "num_batches_tracked" in own and "num_batches_tracked" not in given:
         state[prefix + "num_batches_tracked"] = torch.zeros((), dtype=torch.long)
     if "weight" in given and "bias" not in given:  # of a layer with bias=False

@@ -115,6 +115,9 @@ def calibrate(
     True
     """
     check_model(model, "calibrate")
+    if isinstance(loader, Tensor) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        one = "; for one batch pass [batch]" if isinstance(loader, Tensor) else ""
+        raise TypeError(f"calibrate() takes a loader, which gives batches; got {type(loader).__name__}{one}")
     if batches is not None:
         check_number(batches, "batches")
     if any(isinstance(m, _BatchNorm) for m in model.modules()):

@@ -16,7 +16,8 @@ Numerical decisions, all of them:
 * A pooled variance is the mean of the variances plus the variance of the means, never ``E[x^2] - E[x]^2``.
 * The biased variance normalizes; running statistics track the unbiased one, as in ``torch.nn``.
 * Under ``torch.compile``, ``torch.export``, ``torch.func`` and forward-mode differentiation the plain expression is
-  traced instead (float32 statistics), and the compiler fuses it. Double backward differentiates the plain expression.
+  traced instead (float32 statistics), and the compiler fuses it. Double backward differentiates the plain expression,
+  and so do several gradients at once (``is_grads_batched``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from . import reference
@@ -201,6 +203,9 @@ def normalize(
     >>> bool((y.square().mean((1, 2, 3)) - 1).abs().max() < 1e-4)
     True
     """
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
+        got = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"normalize() takes a floating-point tensor [N, C, *S]; got {got}")
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
             return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
@@ -274,6 +279,11 @@ def must_trace(x: Tensor) -> bool:
     )
 
 
+def wants_plain(dy: Tensor) -> bool:
+    """Whether a backward pass is recorded (``create_graph``), or ``dy`` is several at once (``is_grads_batched``)."""
+    return torch.is_grad_enabled() or is_legacy_batchedtensor(dy) or is_functorch_wrapped_tensor(dy)
+
+
 def plain(
     x: Tensor, rule: Rule, rows: Rows, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Any]:
@@ -288,12 +298,19 @@ def plain(
 def both(found: Any) -> tuple[Coefficients, Any]:
     """What a rule returned: coefficients alone, or with what else its caller wants back."""
     if isinstance(found, Coefficients):
-        return found, None
+        found = found, None
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Coefficients):
         raise TypeError(
             f"a rule returns Coefficients, or them and one value more; got {type(found).__name__}"
         )
-    return found
+    for name, t in zip(Coefficients._fields, found[0], strict=True):
+        if not isinstance(t, Tensor) and (t is not None or name != "shift"):
+            raise TypeError(
+                f"coefficients are tensors that broadcast against [N, R]; {name} is {type(t).__name__}"
+            )
+    # A number and a vector broadcast too; the passes see which axis is which.
+    each: Any = (t if t is None or t.dim() > 1 else t.reshape(1, -1) for t in found[0])
+    return Coefficients(*each), found[1]
 
 
 def _compose(
@@ -369,7 +386,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         x, stats, weight, bias, *tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
+        if wants_plain(dy):
             needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
             dx, *rest = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, tensors)
             return (dx, None, None, None, *rest)
@@ -444,7 +461,7 @@ def differentiate_plain(
     bias: Tensor | None,
     tensors: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the plain expression that can be differentiated again."""
+    """Gradients of the plain expression: differentiated again, or taken for several ``dy`` at once."""
 
     def expression(x: Tensor, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor) -> Tensor:
         return plain(x, rule, rows, weight, bias, *tensors)[0]
@@ -455,11 +472,14 @@ def differentiate_plain(
 def differentiate(
     expression: Callable[..., Tensor], given: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``expression(*given)`` that can be differentiated again, of what ``needs`` one."""
-    # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
-    views = [None if t is None else t.view_as(t) for t in given]
+    """Gradients of ``expression(*given)``, of what ``needs`` one; recorded where the backward pass is."""
+    record = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
+        views = [None if t is None else t.view_as(t) for t in given]
+        y = expression(*views)
     wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
-    found = iter(torch.autograd.grad(expression(*views), wanted, dy, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=record, allow_unused=True))
     return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
 
 
@@ -475,11 +495,13 @@ class _SliceMoments(torch.autograd.Function):
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Any:  # type: ignore[override]
         x, mean = ctx.saved_tensors
         rows = ctx.rows
-        if torch.is_grad_enabled():
-            view = x.view_as(x)
-            again = reference.plain_moments(view, rows)
+        if wants_plain(d_mean) or wants_plain(d_var):
+            record = torch.is_grad_enabled()
+            with torch.enable_grad():
+                view = x.view_as(x)
+                again = reference.plain_moments(view, rows)
             wanted = [g.to(m.dtype) for g, m in zip((d_mean, d_var), again, strict=True)]
-            return torch.autograd.grad(again, view, wanted, create_graph=True)[0], None
+            return torch.autograd.grad(again, view, wanted, create_graph=record)[0], None
         size = prod(x.shape[2:])
         offset, slope = d_mean / size, d_var * (2 / size)
         return _passes(x, rows).input_gradient(None, x, rows, None, offset, slope, mean), None

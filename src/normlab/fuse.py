@@ -88,7 +88,9 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()
-    return traced.train(model.training)
+    for name, module in traced.named_modules():  # a part may be in another mode than the whole
+        module.training = model.get_submodule(name).training
+    return traced
 
 
 def _skip_identities(traced: fx.GraphModule) -> None:

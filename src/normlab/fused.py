@@ -15,7 +15,7 @@ from torch import Tensor
 from . import host
 from .activation import ACTIVATIONS, LEAK, activate
 from .affine import compose
-from .engine import Rows, Rule, Update, plain
+from .engine import Rows, Rule, Update, differentiate, plain, wants_plain
 from .launch import Shape, addresses, ceil, dense, laid, like, shape_of
 from .pools import Plan, Pooled
 from .sized import Kind, Prepared, Static, prepare
@@ -318,7 +318,7 @@ def _backward(
     weight and bias of its gates), and the rows of a table that the second map is made of."""
     x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, *table = values
     assert x is not None
-    if torch.is_grad_enabled():  # create_graph=True
+    if wants_plain(dy):
         rule_of, rows = keep
         rule = rule_of(static, work, given)
         second = (None, None) if table else (weight2, bias2)
@@ -379,17 +379,16 @@ def _differentiate_again(
     rule: Rule, rows: Rows, act: int, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
     needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of the plain expression that can be differentiated again."""
-    # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
-    views = tuple(None if t is None else t.view_as(t) for t in values)
-    x, residual, weight, bias, weight2, bias2, *logits = views[:8]
-    assert x is not None
-    table = tuple(t for t in views[8:] if t is not None)
-    both = Affine(weight, bias, weight2, bias2, label, table).composed()
-    with torch.autocast(x.device.type, enabled=False):  # gates are a product
-        y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
+    """Gradients of the plain expression: differentiated again, or taken for several ``dy`` at once."""
     name = next(n for n, k in ACTIVATIONS.items() if k == act)
-    y = activate(y if residual is None else y + residual, name, given.numbers[7])
-    wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
-    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
-    return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
+
+    def expression(*values: Tensor | None) -> Tensor:
+        x, residual, weight, bias, weight2, bias2, *logits = values[:8]
+        assert x is not None
+        table = tuple(t for t in values[8:] if t is not None)
+        both = Affine(weight, bias, weight2, bias2, label, table).composed()
+        with torch.autocast(x.device.type, enabled=False):  # gates are a product
+            y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
+        return activate(y if residual is None else y + residual, name, given.numbers[7])
+
+    return differentiate(expression, values, needs, dy)

@@ -332,6 +332,13 @@ Tensor like(const Tensor& t, const Tensor& x, bool last) {
 
 Tensor empty_as(const Tensor& t) { return at::empty_strided(t.sizes(), t.strides(), t.options()); }
 
+// Whether a backward pass is recorded, or dy is several at once (is_grads_batched): Python then differentiates.
+bool wants_plain(const Tensor& dy) {
+  const auto keys = dy.key_set();
+  return at::GradMode::is_enabled() || keys.has(c10::DispatchKey::Batched) ||
+         keys.has(c10::DispatchKey::FuncTorchBatched);
+}
+
 // --- autograd --------------------------------------------------------------------------------------------------------
 
 enum Saved : size_t { X, Residual, Weight, Bias, Weight2, Bias2, MeanLogits, VarLogits, Differentiable };
@@ -365,9 +372,10 @@ struct NormalizeBackward : Node {
     const Plan& plan = *row->plan;
     c10::OptionalDeviceGuard guard;
     if (plan.device >= 0) guard.reset_device(values[X].device());
-    const Tensor x = at::GradMode::is_enabled() ? values[X] : laid(values[X], plan.last);
     Tensor dy = std::move(grads[0]);
-    if (!dy.defined()) dy = at::zeros(x.sizes(), x.options());
+    if (!dy.defined()) dy = at::zeros(values[X].sizes(), values[X].options());
+    const bool plain = wants_plain(dy);
+    const Tensor x = plain ? values[X] : laid(values[X], plan.last);
     Plan::Which which = Plan::Backward;
     if (!needs[X]) {
       which = Plan::OfParameters;
@@ -378,7 +386,7 @@ struct NormalizeBackward : Node {
     // Held from here on, and the lock is not: what Python runs may come back to this node.
     const Tensor work = this->work, segment = this->segment, label = this->label;
     lock.unlock();
-    if (launches == nullptr || at::GradMode::is_enabled()) return in_python(values, needs, dy, work, segment, label);
+    if (launches == nullptr || plain) return in_python(values, needs, dy, work, segment, label);
 
     dy = like(dy, x, plan.last);
     if (plan.device >= 0 && (reinterpret_cast<uint64_t>(dy.const_data_ptr()) & 15) != 0) {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import _reduce, differentiate, must_trace
+from .engine import _reduce, differentiate, must_trace, wants_plain
 from .reference import at_least_single
 
 __all__ = ["normalize_positions"]
@@ -74,7 +74,7 @@ class _Positional(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if wants_plain(dy):
             plain = partial(_plain, eps=ctx.eps)
             return *differentiate(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
         standard, reciprocal = _standardize(x, ctx.eps)

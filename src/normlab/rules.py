@@ -7,7 +7,7 @@ parameters of its own) that a module instantiates. The papers' rules are here; a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -322,7 +322,7 @@ class Mixture(Statistics):
 
     @classmethod
     def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
-        if isinstance(pools, str):
+        if isinstance(pools, (str, Pool)) or not isinstance(pools, Iterable):
             raise TypeError(
                 f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}"
             )

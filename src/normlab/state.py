@@ -71,6 +71,7 @@ def _apply(
     model: nn.Module, change: dict[str, Any], *, mode: bool | None = None, keep_finite: bool = False
 ) -> _Scope:
     undo: list[Restore] = []
+    _check_compiled(model)
     for layer in model.modules():
         if isinstance(layer, Norm):
             before = layer.policy
@@ -81,29 +82,49 @@ def _apply(
     return _Scope(undo)
 
 
-def _hook(layer: _NormBase, mode: bool | None, keep_finite: bool) -> Restore:
-    """Let torch's layer run in ``mode`` on copies of its buffers, which are dropped, or kept where they are finite.
+def _check_compiled(model: nn.Module) -> None:
+    """Refuse what would have no effect: compiled graphs do not look whether hooks have come or gone."""
+    for part in model.modules():
+        if "_orig_mod" not in part._modules and getattr(part, "_compiled_call_impl", None) is None:
+            continue
+        for name, layer in part.named_modules():
+            if isinstance(layer, _NormBase) and layer.track_running_stats:
+                raise RuntimeError(
+                    f"{type(layer).__name__} ({name.removeprefix('_orig_mod.')!r}) is torch's own and compiled, so it "
+                    "would not notice; call convert(model, 'batch') first, or this before torch.compile"
+                )
 
-    Copies, because backward refuses a buffer that was written to, be it with its old values.
+
+class _Aside:
+    """Hooks of torch's layer: it runs in ``mode`` on copies of its buffers, dropped or kept where they are finite.
+
+    Copies, because backward refuses a buffer that was written to, be it with its old values. An object and not a
+    closure, so that a model which stays in a scope can be copied and pickled.
     """
-    held: list[tuple[bool, dict[str, Tensor | None]]] = []
 
-    def before(module: nn.Module, args: Any) -> None:
-        held.append((module.training, dict(module._buffers)))
-        module.training = module.training if mode is None else mode
+    def __init__(self, mode: bool | None, keep_finite: bool) -> None:
+        self.mode, self.keep_finite = mode, keep_finite
+        self.held: list[tuple[bool, dict[str, Tensor | None]]] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        self.held.append((module.training, dict(module._buffers)))
+        module.training = module.training if self.mode is None else self.mode
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.clone()
 
-    def after(module: nn.Module, args: Any, out: Any) -> None:
-        module.training, originals = held.pop()
+    def after(self, module: nn.Module, args: Any, out: Any) -> None:
+        module.training, originals = self.held.pop()
         moved = dict(module._buffers)
         module._buffers.update(originals)
-        if keep_finite and out is not None:  # no output: the call failed
+        if self.keep_finite and out is not None:  # no output: the call failed
             _copy_finite(originals, moved)
 
+
+def _hook(layer: _NormBase, mode: bool | None, keep_finite: bool) -> Restore:
     # Scopes nest: the inner one is undone first.
-    first = layer.register_forward_pre_hook(before)
-    last = layer.register_forward_hook(after, always_call=True, prepend=True)
+    aside = _Aside(mode, keep_finite)
+    first = layer.register_forward_pre_hook(aside.before)
+    last = layer.register_forward_hook(aside.after, always_call=True, prepend=True)
 
     def undo() -> None:
         first.remove()

@@ -213,6 +213,7 @@ def undo(model: nn.Module) -> nn.Module:
     Mode, device and dtype follow the model, where it has been moved since.
     """
     check_model(model, "undo")
+    _check_values(model)
     found = False
     for module in list(model.modules()):
         for key, child in module._modules.items():
@@ -353,6 +354,19 @@ def carry_hooks(new: nn.Module, old: nn.Module) -> None:
 
 def _original(module: nn.Module) -> _Original | None:
     return module.__dict__.get("_normlab_original")
+
+
+def _check_values(model: nn.Module) -> None:
+    """Refuse to undo a conversion on the meta device where the model has left it: there are no values to put back."""
+    for name, module in model.named_modules():
+        for key in ("_normlab_original", "_normlab_weight"):
+            before: _Original | None = module.__dict__.get(key)
+            if before is None or before.device.type != "meta" or _place(module, model)[0].type == "meta":
+                continue
+            raise ValueError(
+                f"undo() has no values to put back for {name or 'the model'!r}: it was converted on the meta device; "
+                "undo it before to_empty(), or convert it afterwards"
+            )
 
 
 def _restored(new: nn.Module, model: nn.Module) -> nn.Module:

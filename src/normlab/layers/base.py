@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .. import running
 from .._cache import remembered
@@ -23,6 +24,7 @@ from ..positional import normalize_positions
 from ..rules import Kalman, Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
 from ..running import Policy, Track
 from .checks import (
+    as_node,
     check_branches,
     check_counts,
     check_input,
@@ -313,6 +315,9 @@ class Norm(nn.Module):
             y = self._as_before(x, condition, residual)
             if y is not None:
                 return y
+        if isinstance(x, Proxy):
+            given = {"condition": condition, "label": label, "branch": branch, "style": style}
+            return as_node(self, x, given | {"residual": residual})
         check_input(self, x)
         if residual is not None:
             check_residual(self, x, residual)
@@ -664,7 +669,7 @@ class Norm(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         stored = getattr(self, "run_shape", None)
-        if stored is not None:
+        if stored is not None and not stored.is_meta:
             found = tuple(int(s) for s in stored.tolist() if s >= 0)
             self._run_shape = found or None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.fx import Proxy
 
 from .. import running
 from .._text import words
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .base import Norm
 
 __all__ = [
+    "as_node",
     "check_branches",
     "check_counts",
     "check_input",
@@ -35,7 +37,24 @@ _SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
 _CONDITIONS = ("label", "branch", "style")
 
 
+def as_node(layer: Norm, x: Proxy, given: dict[str, Any]) -> Any:
+    """A call while ``torch.fx`` traces: one node of the graph, as a layer of ``torch.nn`` is."""
+    tracer: Any = x.tracer
+    path = tracer.path_of_module(layer)
+    if not path:
+        raise TypeError(
+            f"{type(layer).__name__} is one node to torch.fx and cannot be all that is traced; "
+            "trace a model that has it, nn.Sequential(layer)"
+        )
+    return tracer.create_proxy("call_module", path, (x,), {n: v for n, v in given.items() if v is not None})
+
+
 def check_input(layer: Norm, x: Tensor) -> None:
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise RuntimeError(
+            f"torch.jit.trace would fix the sizes of this input in {type(layer).__name__}; use torch.export.export, or "
+            "trace normlab.fold(model) where that leaves layers of torch alone"
+        )
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(layer).__name__} takes a tensor; got {type(x).__name__}")
     ranks = range(2, 100) if layer.dims is None else _RANKS[layer.dims]
@@ -93,7 +112,7 @@ def check_counts(layer: Norm, x: Tensor, spatial: int, segments: Sequence[Segmen
         values = a_sample * (x.shape[0] if pool.ghost is None else min(pool.ghost, x.shape[0]))
         if pool.ghost is not None and x.shape[0] % pool.ghost:
             values = min(values, a_sample * (x.shape[0] % pool.ghost))
-        if isinstance(s.branch, Tensor) and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if type(s.branch) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
             assert s.index is not None
             members = torch.bincount(s.index)
             values = a_sample * int(members[members > 0].min())

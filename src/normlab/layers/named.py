@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..pools import Pool, batch, batch_group, group, instance, layer
 from ..rules import Kalman, Mixture, Modes, Positional, Renorm, Single, Statistics
 from .base import Norm, parse_statistics
-from .checks import check_input
+from .checks import as_node, check_input
 
 
 class BatchNorm(Norm):
@@ -517,6 +518,8 @@ class KalmanNorm(Norm):
         self.posterior = None
 
     def forward(self, x: Tensor, prior: tuple[Tensor, Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        if isinstance(x, Proxy):
+            return as_node(self, x, {"prior": prior})
         check_input(self, x)
         if prior is None:
             return self._run(x, None, 0, None)
