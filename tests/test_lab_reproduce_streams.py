@@ -13,6 +13,7 @@ from normlab.lab.reproduce.base import Context
 from normlab.lab.reproduce.batch_group import adversarial, sizes
 from normlab.lab.reproduce.batch_sizes import Workers, with_ghost
 from normlab.lab.reproduce.grid import Cells, settings_for
+from normlab.lab.reproduce.outcomes import curves, log_axis
 from normlab.lab.reproduce.sandwich.adversarial import TABLE_3, TABLE_4
 from normlab.lab.reproduce.switchable import sizes as switchable
 from normlab.lab.reproduce.weak_augment import common, figures, paper
@@ -186,3 +187,34 @@ def test_figure_3_says_what_its_numbers_are(tmp_path, monkeypatch):
     main = next(r for r in between.rows if r.label == "main (0)" and r.column == "clean")
     assert (main.paper, main.paper_error) == (96.3, 0.1)
     assert "severities 1, 3 and 5 of 300 images" in between.note
+
+
+@pytest.mark.parametrize("scale", ["default", "full"])
+@pytest.mark.parametrize(("name", "told"), [
+    ("sandwich-table4", "BN and ModeNorm are given clean and attacked batches in turn"),
+    ("batch-group-table5", "robust accuracies are not legible"),
+    ("batch-group-table2", "1 groups at"), ("switchable-table2", "Of one sample a worker there is no BN"),
+])  # fmt: skip
+def test_notes_say_what_a_table_cannot(name, told, scale, tmp_path, monkeypatch):
+    for module in ("sandwich.adversarial", "batch_sizes", "batch_group.adversarial"):
+        monkeypatch.setattr(
+            f"normlab.lab.reproduce.{module}.run_grid", lambda ctx, grid, seeds: Cells(grid, {}, {}, [])
+        )
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    note = reproduce.run(name, tmp_path, scale=scale, device="cpu").comparisons[0].note
+    assert told in note
+    assert (
+        "steps of" in note if name in ("sandwich-table4", "batch-group-table5") else "learning rate" in note
+    )
+
+
+def test_pictures_of_curves_can_be_read():
+    import matplotlib.pyplot as plt
+
+    seeds = {"a": [([1.0, 2.0], [1.0, 2.0]), ([1.0, 2.0], [3.0, 4.0])]}
+    picture = curves([(title, "epoch", "loss", seeds) for title in "abcd"])
+    assert picture.axes[0].get_gridspec().get_geometry() == (2, 2)  # four in a row would be small print
+    assert picture.get_supxlabel() == "lines are means of 2 seeds, bands from the lowest to the highest"
+    log_axis(picture.axes[0], (16, 4, 2))
+    assert [t.get_text() for t in picture.axes[0].get_xticklabels()] == ["16", "4", "2"]
+    plt.close(picture)
