@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
@@ -187,6 +188,25 @@ def test_figure_3_says_what_its_numbers_are(tmp_path, monkeypatch):
     main = next(r for r in between.rows if r.label == "main (0)" and r.column == "clean")
     assert (main.paper, main.paper_error) == (96.3, 0.1)
     assert "severities 1, 3 and 5 of 300 images" in between.note
+
+
+@pytest.mark.parametrize("name", ["weak-augment-fig4", "weak-augment-fig5"])
+def test_figures_over_frequencies_are_of_all_seeds(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    drawn = {}
+    monkeypatch.setattr(figures, "_maps", lambda found: drawn.update(found) or curves([("", "", "", {})]))
+    outcome = reproduce.run(name, tmp_path, scale="smoke", device="cpu", seeds=2)
+    assert {r.n for r in outcome.comparisons[0].rows} == {2}
+    assert outcome.results
+    if name == "weak-augment-fig4":
+        grids = [
+            r["grid"]["values"]
+            for run in outcome.results.runs
+            for r in run.records
+            if r.get("branch") == "main"
+        ]
+        a, b = (torch.tensor(g) for g in grids)
+        assert torch.allclose(torch.tensor(drawn["main"]), (a + b) / 2) and not torch.equal(a, b)
 
 
 @pytest.mark.parametrize("scale", ["default", "full"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...report.gather import mean_grid
 from ...report.view import Comparison, ComparisonRow
 from ..base import Context, Entry, Outcome, compared, save_figure
 from ..figures import Value
@@ -147,7 +148,9 @@ def _figure_4(ctx: Context) -> Outcome:
         if (values := cells.values(case, Column(label, text)))
     ]
     maps = {
-        label: found[0]["grid"]["values"] for label, t in texts.items() if (found := _record(cells, case, t))
+        label: mean_grid([r["grid"]["values"] for r in found])
+        for label, t in texts.items()
+        if (found := _record(cells, case, t))
     }
     pictures = [save_figure(_maps(maps), ctx.folder, "fig4")] if maps else []
     said = f" Waves of l-2 norm 8 a channel, {n:,} test images; the figure has no printed numbers."
@@ -196,13 +199,12 @@ def _figure_5(ctx: Context) -> Outcome:
     lines |= {label: _curves(two, weak, text) for label, text in texts.items()}
     rows = []
     for label, found in lines.items():
-        for x, y in found[:1]:
-            at = dict(zip(x, y, strict=True))
-            chosen = [b for b in (8, 16, max(at)) if b in at]
-            rows += [compared(label, f"band {b:g}", None, [at[b]]) for b in chosen]
+        at = [dict(zip(x, y, strict=True)) for x, y in found]  # of each seed
+        chosen = [b for b in (8, 16, max(at[0])) if b in at[0]] if at else []
+        rows += [compared(label, f"band {b:g}", None, [own[b] for own in at]) for b in chosen]
     panel = ("low-pass filtered images", "bandwidth kept", "accuracy (%)", lines)
     pictures = [save_figure(curves([panel]), ctx.folder, "fig5")] if rows else []
-    said = f" {n} test images; the figure has no printed numbers."
+    said = f" {n} test images; Weak Augment by the weight of its auxiliary branch. The figure has no printed numbers."
     table = Comparison("Figure 5: low frequencies alone", rows, note(ctx, WRN) + said + missing(one, two))
     return Outcome([table], pictures, joined(ctx, one, two))
 
