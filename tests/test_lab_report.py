@@ -404,7 +404,8 @@ def test_a_number_of_several_measurements_says_of_which() -> None:
     titles = [c.title for c in gather(made_up(("none", "batch"), records=records)).columns]
     assert titles == ["augmented by flip", "affinity, augmented by flip", "augmented by crop",
                       "affinity, augmented by crop"]  # fmt: skip
-    assert "uCE over 15" in [c.title for c in gather(made_up(records=rich_records)).columns]
+    units = {c.title: c.unit for c in gather(made_up(records=rich_records)).columns}
+    assert units["uCE over 15"] == "% error" and units["clean"] == "%"
 
 
 def test_marks_are_explained_where_they_stand() -> None:

@@ -185,13 +185,18 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
                 if all(scalar in s for s in found)
             }
             known = scalar if several[scalar] == 1 else f"{scalar}, {title}"
-            columns.append(Column(known, "", not lower(scalar), cells))
+            columns.append(Column(known, unit_of(scalar), not lower(scalar), cells))
     return columns
 
 
 def extras(record: Mapping[str, Any]) -> Mapping[str, float]:
     """What a measurement gives besides the accuracy, such as uCE."""
     return record.get("scalars") or {}
+
+
+def unit_of(scalar: str) -> str:
+    """Not the plain per cent of accuracies, which stand on one scale and are told in one sentence."""
+    return "points" if scalar == "affinity" else "% error" if lower(scalar) else ""
 
 
 def lower(name: str) -> bool:
