@@ -212,6 +212,7 @@ def test_figures_over_frequencies_are_of_all_seeds(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("scale", ["default", "full"])
 @pytest.mark.parametrize(("name", "told"), [
     ("sandwich-table4", "BN and ModeNorm are given clean and attacked batches in turn"),
+    ("sandwich-table4", "Losses of training are means over an epoch"),
     ("batch-group-table5", "robust accuracies are not legible"),
     ("batch-group-table2", "1 groups at"), ("switchable-table2", "Of one sample a worker there is no BN"),
 ])  # fmt: skip

@@ -132,7 +132,10 @@ def _table_4(ctx: Context) -> Outcome:
     )
     capv, picture = _capv(ctx, double)
     drawn = [*_losses(ctx, double), *picture]
-    said = " AuxBN and SaAuxBN by their adversarial branch, attacked through it."
+    said = (
+        " AuxBN and SaAuxBN by their adversarial branch, attacked through it. Losses of training are means over an "
+        "epoch, those of test are taken after it, under attack of at most a thousand images."
+    )
     return table(
         ctx, "table4", "Table 4: clean and robust accuracy, adversarial branch", rows, _note(ctx) + said,
         (single, double), more=[clean, capv], figures=drawn,

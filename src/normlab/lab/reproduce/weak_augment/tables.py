@@ -214,7 +214,10 @@ def _norms(ctx: Context) -> Outcome:
     columns = [CLEAN, Column("auxiliary branch", "clean(branch=aux)"), Column("both", "clean(mix=0.5)")]
     double = run_grid(ctx, Grid(base(ctx), two, columns), seeds)
     single = run_grid(ctx, Grid(base(ctx), one, [CLEAN]), seeds)
-    said = " Not in the paper, whose Weak Augment is the first row."
+    said = (
+        f" Not in the paper, whose Weak Augment is the first row. Clean is of the main branch, both of the mean of the "
+        f"branches' predictions; BGN has {groups} groups."
+    )
     rows = [*double.rows(), *single.rows()]
     title = "Weak Augment with other normalizers"
     return table(ctx, "norms", title, rows, note(ctx, WRN) + said, [double, single])
