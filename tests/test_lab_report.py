@@ -287,6 +287,45 @@ def test_every_corruption_and_every_point_of_a_curve_is_in_a_table(everything: P
     assert curve[3][2] == show(cell(values_of(results, "batch", "bim(eps=0.5)")))
 
 
+def test_corruptions_stand_at_their_severities_and_by_their_branch(tmp_path: Path) -> None:
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        clean, severe = {"measurement": "clean", "title": "clean", "kind": "clean"}, [1, 3, 5]
+        noisy = {"kind": "corruptions", "accuracy": 70.0, "samples": {
+            "title": "snow, severity 3", "shape": [1, 1, SIDE, SIDE], "before": pictures(1, 0), "after": pictures(1, 1),
+            "label": ["0"], "before_class": ["0"], "after_class": ["1"]}}  # fmt: skip
+        found: list[dict[str, Any]] = []
+        for branch, level in (("main", 0.0), ("aux", 10.0)):
+            given, words = ({"branch": branch}, f" branch {branch}") if branch == "aux" else ({}, "")
+            clean |= {"measurement": f"clean{words}", "accuracy": 80 + level, "arguments": given}
+            two = [{"measurement": f"{name}{words}", "title": f"{name}, severity 1, 3 and 5{words}",
+                    "arguments": given | {"severities": severe}, "corruptions": {name: [70 + level, 60, 50]}}
+                   for name in ("snow", "fog")]  # two measurements, one table  # fmt: skip
+            found += [r | {"branch": branch} for r in (clean, *(noisy | r for r in two))]
+        return found
+
+    page = write_report(made_up(("auxiliary",), 1, records), tmp_path / "page.html")
+    tables = Page(page.read_text()).tables
+    assert tables["corruptions"][1:] == [["snow", "60.0"], ["fog", "60.0"]]
+    assert tables["corruptions-2"][1:] == [["snow", "63.3"], ["fog", "63.3"]]
+    curves = [t for t in tables.values() if t[0][0] == "severity (0 is clean)"]
+    assert [row[0] for row in curves[0][1:]] == ["0", "1", "3", "5"]
+    assert [[row[1] for row in t[1:3]] for t in curves] == [["80.0", "70.0"], ["90.0", "80.0"]]
+    text = page.read_text()
+    assert "mean over 2 corruptions, severity 1, 3 and 5 branch aux" in text
+    assert "<span>snow, severity 3, branch aux</span>" in text
+
+
+def test_long_names_of_a_map_do_not_meet() -> None:
+    makers = ("standard", "cutout(size=8)", "autoaugment(cutout=8)", "randaugment(n=2, m=4, cutout=8)")
+    axes = {"recipe": [f"augmented({m})" for m in makers]}
+    results = made_up(("batch", "sandwich_auxiliary(init_std=0.02)", "auxiliary"), 1, **axes)
+    found = gather(results).grid_maps[0]
+    assert (found.row_name, found.column_name) == ("recipe", "norm")  # the longer names beside the map
+    drawn = figures.grid_map(found, (0.0, 100.0))
+    assert ">sandwich_auxiliary(init_std=0.02)<" not in drawn  # in lines that a column has room for
+    assert max(len(t) for t in re.findall(r">([^<]*init_std[^<]*|sandwich[^<]*)</text>", drawn)) <= 12
+
+
 def test_tables_in_other_forms_have_the_same_numbers() -> None:
     results = made_up(("none", "batch"))
     lines = list(csv.DictReader(io.StringIO(terminal.csv(results))))
@@ -365,7 +404,8 @@ def test_a_number_of_several_measurements_says_of_which() -> None:
     titles = [c.title for c in gather(made_up(("none", "batch"), records=records)).columns]
     assert titles == ["augmented by flip", "affinity, augmented by flip", "augmented by crop",
                       "affinity, augmented by crop"]  # fmt: skip
-    assert "uCE over 15" in [c.title for c in gather(made_up(records=rich_records)).columns]
+    units = {c.title: c.unit for c in gather(made_up(records=rich_records)).columns}
+    assert units["uCE over 15"] == "% error" and units["clean"] == "%"
 
 
 def test_marks_are_explained_where_they_stand() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
@@ -12,10 +13,11 @@ from normlab.lab.recipes import recipe
 from normlab.lab.reproduce.base import Context
 from normlab.lab.reproduce.batch_group import adversarial, sizes
 from normlab.lab.reproduce.batch_sizes import Workers, with_ghost
-from normlab.lab.reproduce.grid import settings_for
+from normlab.lab.reproduce.grid import Cells, settings_for
+from normlab.lab.reproduce.outcomes import curves, log_axis
 from normlab.lab.reproduce.sandwich.adversarial import TABLE_3, TABLE_4
 from normlab.lab.reproduce.switchable import sizes as switchable
-from normlab.lab.reproduce.weak_augment import common, paper
+from normlab.lab.reproduce.weak_augment import common, figures, paper
 
 OTHERS = ("weak-augment-", "sandwich-table", "batch-group-table", "switchable-table")
 ENTRIES = {name: entry for name, entry in reproduce.entries().items() if name.startswith(OTHERS)}
@@ -103,8 +105,6 @@ def test_settings_of_the_papers_scale(name, tmp_path, monkeypatch):
     asked = []
 
     def note(ctx, grid, seeds):
-        from normlab.lab.reproduce.grid import Cells
-
         asked.extend((grid.settings(case, seed), grid.columns) for case in grid.cases for seed in seeds[:1])
         return Cells(grid, {}, {}, [])
 
@@ -159,3 +159,83 @@ def test_parts():
     assert common.case_of("cutout", "adversarial")["recipe"].endswith(
         "aux=pgd(eps=4/255, units=pixels, steps=5, step=1/255), forward=one)"
     )
+
+
+def test_a_part_of_figure_3_is_computed_where_the_rest_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    outcome = reproduce.run(
+        "weak-augment-fig3", tmp_path, scale="smoke", device="cpu", seeds=2, only={"norm": "batch"}
+    )
+    assert outcome.results and {run.settings.norm for run in outcome.results.runs} == {"batch"}
+    between, others, _ = outcome.comparisons
+    assert not between.rows and "2 cells are not there yet" in between.note  # Weak Augment of two seeds
+    assert {(r.label, r.n) for r in others.rows} == {("RandAugment alone", 2)} and "2 cells" in others.note
+
+
+def test_figure_3_says_what_its_numbers_are(tmp_path, monkeypatch):
+    """The share of a gain is of means over all seeds; the paper's error and fewer severities are told."""
+
+    def values(cells, case, column):
+        half = 91.5 if "coefficients" in column.measurement else 92.0
+        return dict.fromkeys((0, 1), half if column.value == "at.half" else 90.0)
+
+    monkeypatch.setattr(Cells, "values", values)
+    monkeypatch.setattr(figures, "run_grid", lambda ctx, grid, seeds: Cells(grid, {}, {}, []))
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    between, _, kept = reproduce.run("weak-augment-fig3", tmp_path, device="cpu").comparisons
+    share = next(r for r in kept.rows if r.label.startswith("share") and r.column.startswith("clean"))
+    assert (share.mean, share.error, share.n) == (75, None, 2)
+    main = next(r for r in between.rows if r.label == "main (0)" and r.column == "clean")
+    assert (main.paper, main.paper_error) == (96.3, 0.1)
+    assert "severities 1, 3 and 5 of 300 images" in between.note
+
+
+@pytest.mark.parametrize("name", ["weak-augment-fig4", "weak-augment-fig5"])
+def test_figures_over_frequencies_are_of_all_seeds(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    drawn = {}
+    monkeypatch.setattr(figures, "_maps", lambda found: drawn.update(found) or curves([("", "", "", {})]))
+    outcome = reproduce.run(name, tmp_path, scale="smoke", device="cpu", seeds=2)
+    assert {r.n for r in outcome.comparisons[0].rows} == {2}
+    assert outcome.results
+    if name == "weak-augment-fig4":
+        grids = [
+            r["grid"]["values"]
+            for run in outcome.results.runs
+            for r in run.records
+            if r.get("branch") == "main"
+        ]
+        a, b = (torch.tensor(g) for g in grids)
+        assert torch.allclose(torch.tensor(drawn["main"]), (a + b) / 2) and not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scale", ["default", "full"])
+@pytest.mark.parametrize(("name", "told"), [
+    ("sandwich-table4", "BN and ModeNorm are given clean and attacked batches in turn"),
+    ("sandwich-table4", "Losses of training are means over an epoch"),
+    ("batch-group-table5", "robust accuracies are not legible"),
+    ("batch-group-table2", "1 groups at"), ("switchable-table2", "Of one sample a worker there is no BN"),
+])  # fmt: skip
+def test_notes_say_what_a_table_cannot(name, told, scale, tmp_path, monkeypatch):
+    for module in ("sandwich.adversarial", "batch_sizes", "batch_group.adversarial"):
+        monkeypatch.setattr(
+            f"normlab.lab.reproduce.{module}.run_grid", lambda ctx, grid, seeds: Cells(grid, {}, {}, [])
+        )
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    note = reproduce.run(name, tmp_path, scale=scale, device="cpu").comparisons[0].note
+    assert told in note
+    assert (
+        "steps of" in note if name in ("sandwich-table4", "batch-group-table5") else "learning rate" in note
+    )
+
+
+def test_pictures_of_curves_can_be_read():
+    import matplotlib.pyplot as plt
+
+    seeds = {"a": [([1.0, 2.0], [1.0, 2.0]), ([1.0, 2.0], [3.0, 4.0])]}
+    picture = curves([(title, "epoch", "loss", seeds) for title in "abcd"])
+    assert picture.axes[0].get_gridspec().get_geometry() == (2, 2)  # four in a row would be small print
+    assert picture.get_supxlabel() == "lines are means of 2 seeds, bands from the lowest to the highest"
+    log_axis(picture.axes[0], (16, 4, 2))
+    assert [t.get_text() for t in picture.axes[0].get_xticklabels()] == ["16", "4", "2"]
+    plt.close(picture)

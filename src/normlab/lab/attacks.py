@@ -130,7 +130,12 @@ class Attack:
         limit = 1.0 if self.norm == "linf" else math.sqrt(dimension)
         if self.eps * min(deviations) > limit * (1 + 1e-6):
             largest = limit / min(deviations)
-            hint = f"; for {self.eps:g} grey levels of 255 write {self.eps:g}/255" if self.eps >= 1 else ""
+            units = ", units=pixels" if self.units == "standardised" else ""
+            hint = (
+                f"; for {self.eps:g} grey levels of 255 write {self.eps:g}/255{units}"
+                if self.eps >= 1
+                else ""
+            )
             raise LabError(
                 f"eps={shown(self.eps)} {self.units} in {self.norm} is out of range: pixels run from 0 to 1, so "
                 f"{shown(round(largest, 4))} already reaches every image{hint}"

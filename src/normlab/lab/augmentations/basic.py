@@ -146,6 +146,15 @@ def last_steps(x: Tensor, data: Data, size: int | None, fill: str, draw: Draw) -
     return coloured(cut(moved(x, data, draw), size, draw), data, fill)
 
 
+def _deviation(text: str) -> float:
+    value = within(0)(text)
+    if value > 1:
+        raise LabError(
+            f"{text} is out of range: pixels run from 0 to 1; for {text} grey levels of 255 write {text}/255"
+        )
+    return value
+
+
 @dataclass(frozen=True)
 class Gaussian(Augmentation):
     """Normal noise of deviation ``std`` of pixels in [0, 1], which are clipped; mirror images and crops before it."""
@@ -154,7 +163,7 @@ class Gaussian(Augmentation):
     about = "Gaussian noise, by its deviation in pixels of [0, 1]"
     said = ("std",)
 
-    std: float = option(0.2, within(0))
+    std: float = option(0.2, _deviation)
     standard: bool = first_standard()
 
     def make(self, x: Tensor, y: Tensor, data: Data, draw: Draw) -> Augmented:

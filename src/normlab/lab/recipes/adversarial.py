@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from ..seeds import generator
 from ..texts import flag, one_of, step, within
 from . import Batch, Context, Phase, arguments
 from .classify import Classify
+
+if TYPE_CHECKING:
+    from ..data import Data
 
 __all__ = ["Adversarial", "Adversary", "attacked_score", "make", "parse_adversary"]
 
@@ -47,6 +50,11 @@ class Adversary:
     def __post_init__(self) -> None:
         if self.update and not self.training:
             raise LabError("update=true needs mode=train: in evaluation mode no statistics move")
+
+    def check(self, data: Data) -> None:
+        """Refuse a size that reaches every image, before the first step: within it a GPU's values are not asked for."""
+        deviations = data.std if self.attack.units == "standardised" else (1.0,)
+        self.attack.check_radius(deviations, data.test.x[0].numel())
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """Pixels to adversarial pixels; the branch attacked is the one that is routed."""
@@ -134,6 +142,7 @@ class Adversarial(Classify):
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         if ctx.settings.ema:
             raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
+        self.adversary.check(ctx.data)
         return super().phases(model, ctx)
 
 

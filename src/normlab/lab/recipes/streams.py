@@ -156,8 +156,8 @@ class TwoStreams(Classify):
         if settings.ema and any(s.adversary for s in self.streams):
             raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
         for stream in self.streams:
-            if stream.adversary is not None and stream.adversary.attack.units == "standardised":
-                stream.adversary.attack.check_radius(ctx.data.std, ctx.data.test.x[0].numel())
+            if stream.adversary is not None:
+                stream.adversary.check(ctx.data)
         return super().phases(model, ctx)
 
     def check(self, model: nn.Module) -> None:

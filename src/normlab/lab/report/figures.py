@@ -465,8 +465,11 @@ def grid_map(found: GridMap, scale: tuple[float, float]) -> str:
     names = ["\n".join(p) for p in parts]
     cell_height = max(24 if rows <= 16 else 14, 4 + 11 * max(map(len, parts)))
     left = 18 + 5.5 * max(len(line) for p in parts for line in p)
-    figure = new(rows * cell_height + 48)
-    axes = place(figure, left, 42, 6, 6)
+    room = max(4, int((WIDTH - left - 6) / columns / 5.5))  # letters below a column
+    below = [textwrap.wrap(text(v), room) or [""] for v in found.columns]
+    bottom = 31 + 11 * (max(map(len, below)) if columns <= 14 else 1)
+    figure = new(rows * cell_height + 6 + bottom)
+    axes = place(figure, left, bottom, 6, 6)
     values = [
         [found.cells[r, c].mean if (r, c) in found.cells else math.nan for c in found.columns]
         for r in found.rows
@@ -482,7 +485,7 @@ def grid_map(found: GridMap, scale: tuple[float, float]) -> str:
                     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
                     axes.text(j, i, f"{value:.{places}f}", ha="center", va="center", fontsize=9.5,
                               color="#ffffff" if dark else "#111111")  # fmt: skip
-    axes.set_xticks(range(columns), [text(v) for v in found.columns], fontsize=9.5)
+    axes.set_xticks(range(columns), ["\n".join(p) for p in below], fontsize=9.5)
     axes.set_yticks(range(rows), names, fontsize=9.5)
     if columns > 14:
         axes.set_xticks(

@@ -185,13 +185,18 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
                 if all(scalar in s for s in found)
             }
             known = scalar if several[scalar] == 1 else f"{scalar}, {title}"
-            columns.append(Column(known, "", not lower(scalar), cells))
+            columns.append(Column(known, unit_of(scalar), not lower(scalar), cells))
     return columns
 
 
 def extras(record: Mapping[str, Any]) -> Mapping[str, float]:
     """What a measurement gives besides the accuracy, such as uCE."""
     return record.get("scalars") or {}
+
+
+def unit_of(scalar: str) -> str:
+    """Not the plain per cent of accuracies, which stand on one scale and are told in one sentence."""
+    return "points" if scalar == "affinity" else "% error" if lower(scalar) else ""
 
 
 def lower(name: str) -> bool:
@@ -250,50 +255,84 @@ def curves_of_columns(columns: Sequence[Column]) -> list[Curve]:
 # -------------------------------------------------------------------------------------------------- corruptions
 
 
-def corruption_columns(configs: Sequence[Config]) -> list[Column]:
-    """One column a corruption: the mean over its severities, then over seeds."""
-    found = merged_corruptions(configs)
-    names = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
-    return [
-        Column(name, "%", True, {
-            label: cell([sum(run[name]) / len(run[name]) for run in runs if name in run])
-            for label, runs in found.items() if any(name in run for run in runs)
-        })
-        for name in names
-    ]  # fmt: skip
+Corrupted = dict[
+    str, list[tuple[list[float], dict[str, list[float]]]]
+]  # label -> runs -> severities, accuracies
 
 
-def merged_corruptions(configs: Sequence[Config]) -> dict[str, list[dict[str, list[float]]]]:
-    """label -> for each run, corruption -> accuracy by severity."""
-    merged = {}
+def corrupted(configs: Sequence[Config]) -> dict[str, Corrupted]:
+    """Accuracies by corruption and severity, apart where severities, branches or numbers of images differ."""
+    found: dict[str, Corrupted] = {}
     for config in configs:
-        runs = [
-            {str(k): [float(a) for a in v] for r in run for k, v in (r.get("corruptions") or {}).items()}
-            for run in records(config)
+        for run in records(config):
+            merged: dict[str, tuple[list[float], dict[str, list[float]]]] = {}
+            for r in (r for r in run if r.get("corruptions")):
+                rows = {str(k): [float(a) for a in v] for k, v in r["corruptions"].items()}
+                steps = min(map(len, rows.values()))
+                known = (r.get("arguments") or {}).get("severities") or range(1, steps + 1)
+                merged.setdefault(where_of(r), ([float(s) for s in known], {}))[1].update(rows)
+            for where, own in merged.items():
+                found.setdefault(where, {}).setdefault(config.label, []).append(own)
+    return found
+
+
+def where_of(record: Mapping[str, Any]) -> str:
+    """The title without the names of corruptions: ``severity 1 to 5 branch aux n=300``."""
+    rest = str(record.get("title", "")).rpartition(", severity ")[2]
+    return f"severity {rest}" if rest else "all severities"
+
+
+def corruption_columns(configs: Sequence[Config]) -> dict[str, list[Column]]:
+    """One column a corruption: the mean over its severities, then over seeds."""
+    return {
+        where: [
+            Column(name, "%", True, {
+                label: cell([sum(run[name]) / len(run[name]) for _, run in runs if name in run])
+                for label, runs in found.items() if any(name in run for _, run in runs)
+            })
+            for name in dict.fromkeys(name for runs in found.values() for _, run in runs for name in run)
         ]
-        if any(runs):
-            merged[config.label] = [run for run in runs if run]
-    return merged
+        for where, found in corrupted(configs).items()
+    }  # fmt: skip
 
 
 def severity_curves(configs: Sequence[Config]) -> list[Curve]:
-    found = merged_corruptions(configs)
-    clean = {
-        config.label: [r["accuracy"] for run in records(config) for r in run if r["measurement"] == "clean"]
-        for config in configs
-    }
-    series = {}
-    for label, runs in found.items():
-        steps = min(len(v) for run in runs for v in run.values())
-        cells = [cell([sum(v[s] for v in run.values()) / len(run) for run in runs]) for s in range(steps)]
-        xs = [float(s + 1) for s in range(steps)]
-        if clean.get(label):
-            xs, cells = [0.0, *xs], [cell(clean[label]), *cells]
-        if steps > 1:
-            series[label] = Series(xs, cells)
-    count = len({name for runs in found.values() for run in runs for name in run})
-    title = f"mean over {count} corruptions" if count > 1 else "one corruption"
-    return [Curve(title, "severity", "severity (0 is clean)", "accuracy (%)", series)] if series else []
+    """Means over corruptions; at severity 0 the clean accuracy of the same branch."""
+    groups, curves = corrupted(configs), []
+    for where, found in groups.items():
+        series = {}
+        for config in configs:
+            runs = found.get(config.label, [])
+            severities = runs[0][0] if runs else []
+            if len(severities) < 2:
+                continue
+            cells = [
+                cell([sum(v[s] for v in run.values()) / len(run) for _, run in runs])
+                for s in range(len(severities))
+            ]
+            if clean := clean_accuracies(config, where):
+                severities, cells = [0.0, *severities], [cell(clean), *cells]
+            series[config.label] = Series(severities, cells)
+        count = len({name for runs in found.values() for _, run in runs for name in run})
+        title = f"mean over {count} corruptions" if count > 1 else "one corruption"
+        title += f", {where}" if len(groups) > 1 else ""
+        if series:
+            curves.append(Curve(title, "severity", "severity (0 is clean)", "accuracy (%)", series))
+    return curves
+
+
+def clean_accuracies(config: Config, where: str) -> list[float]:
+    """Of the runs, by the branch or mixture that was measured on corrupted images ``where``."""
+
+    def seen(record: Mapping[str, Any]) -> list[Any]:
+        given = record.get("arguments") or {}
+        return [record.get("branch"), *(given.get(k) for k in ("mix", "of", "top"))]
+
+    found = []
+    for run in records(config):
+        like = next((seen(r) for r in run if r.get("corruptions") and where_of(r) == where), None)
+        found += [r["accuracy"] for r in run if r.get("kind") == "clean" and seen(r) == like][:1]
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ pictures
@@ -348,6 +387,8 @@ def samples(configs: Sequence[Config]) -> list[Samples]:
             )
         before = png(first["before"], first["shape"])
         title = str(first.get("title") or title_of(name, by))
+        if any(s.title == title for s in shown):  # the same corruption by another branch
+            title = f"{title}, {branch_of(next(iter(by.values()))[0])}"
         shown.append(Samples(title, before, [str(c) for c in first["label"]], after))
     return shown
 
@@ -509,6 +550,10 @@ def grid_lines(
     return lines
 
 
+def width(values: Iterable[Any]) -> int:
+    return max(len(plain(v)) for v in values)
+
+
 def grid_maps(
     configs: Sequence[Config], axes: Mapping[str, list[Any]], columns: Sequence[Column]
 ) -> list[GridMap]:
@@ -518,6 +563,8 @@ def grid_maps(
         return []
     first, second = sorted(wide, key=lambda k: (not numeric(axes[k]), -len(axes[k])))[:2]
     across, down = (first, second)
+    if not numeric(axes[across]) and width(axes[across]) > width(axes[down]):
+        across, down = down, across  # long texts have room beside the map, not below it
     rest = [k for k in wide if k not in (across, down)]
     ordered = {k: sorted(v) if numeric(v) else list(v) for k, v in axes.items()}
     maps = []

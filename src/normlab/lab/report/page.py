@@ -114,6 +114,7 @@ def render(
         "configs_of": lambda block: [
             c for c in view.configs if any(c.label in k.series for k, _ in block.drawings)
         ],
+        "measured": lambda columns: [c for c in view.configs if any(c.label in k.cells for k in columns)],
         "paper": lambda r: number_or_dash(r.paper, r.paper_error),
         "ours": lambda r: show(Cell(r.mean, r.error, r.n), places(r)),
         "uri": lambda data: "data:image/png;base64," + base64.b64encode(data).decode(),

@@ -250,7 +250,7 @@ class View:
     columns: list[Column]
     curves: list[Curve]
     heat_maps: list[HeatMap]
-    corruptions: list[Column]  # one a corruption, mean over severities
+    corruptions: dict[str, list[Column]]  # by severities and branch, one a corruption: mean over severities
     samples: list[Samples]
     courses: list[Course]
     importance: list[Importance]

@@ -13,7 +13,7 @@ from .grid import Cells, draw_rows
 if TYPE_CHECKING:
     from ..study import Results
 
-__all__ = ["curves", "joined", "missing", "table"]
+__all__ = ["curves", "joined", "log_axis", "missing", "table"]
 
 
 def missing(*cells: Cells) -> str:
@@ -48,16 +48,19 @@ def table(
 def curves(
     panels: Sequence[tuple[str, str, str, Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]]]],
 ) -> Any:
-    """Panels of (title, x, y, lines); a line is the curves of all seeds, drawn as their mean with its range."""
+    """Panels of (title, x, y, lines), two in a row; a line is the curves of all seeds, their mean and range."""
     import matplotlib.pyplot as plt
     import numpy as np
     from matplotlib.ticker import MaxNLocator
 
     from ..report.palette import COLOURS
 
-    size = (4.2 * len(panels), 3.6)
-    picture, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
-    for ax, (title, x_label, y_label, lines) in zip(axes[0], panels, strict=True):
+    wide, high = min(len(panels), 2), -(-len(panels) // 2)
+    size = (4.2 * wide, 3.6 * high)
+    picture, axes = plt.subplots(high, wide, figsize=size, squeeze=False, layout="constrained")
+    for ax in axes.flat[len(panels) :]:
+        ax.remove()
+    for ax, (title, x_label, y_label, lines) in zip(axes.flat, panels, strict=False):
         for k, (label, found) in enumerate(lines.items()):
             if not found:
                 continue
@@ -75,4 +78,15 @@ def curves(
         ax.tick_params(labelsize=8)
         if any(lines.values()):
             ax.legend(fontsize=8, frameon=False)
+    seeds = max((len(found) for *_, lines in panels for found in lines.values()), default=0)
+    if seeds > 1:
+        picture.supxlabel(
+            f"lines are means of {seeds} seeds, bands from the lowest to the highest", fontsize=8
+        )
     return picture
+
+
+def log_axis(ax: Any, values: Sequence[float]) -> None:
+    """Powers of two a step apart, each written out."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(values, [f"{v:g}" for v in values])

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...report.gather import mean_grid
 from ...report.view import Comparison, ComparisonRow
 from ..base import Context, Entry, Outcome, compared, save_figure
 from ..figures import Value
 from ..grid import Case, Cells, Column, Grid, run_grid
 from ..outcomes import curves, joined, missing
 from . import paper
-from .common import base, case_of, note, setting_of
-from .tables import CLEAN, WRN, errors, uce_column
+from .common import FULL, base, case_of, note, setting_of
+from .tables import CLEAN, WRN, corrupted, errors, uce_column
 
 __all__ = ["ENTRIES"]
 
@@ -44,7 +45,10 @@ def _figure_3(ctx: Context) -> Outcome:
     columns = [Column(t, t) for t in (*clean.values(), *noisy.values())]
     seeds = ctx.seed_list(default=2, full=10)
     cells = run_grid(ctx, Grid(base(ctx), [case], columns), seeds)
-    printed = {("main", "clean"): Value(96.3), ("main", "uCE"): Value(19.1)}
+    printed = {
+        ("main", "clean"): paper.TABLE_2[FULL]["weak"],
+        ("main", "uCE"): paper.TABLE_5["wrn-28-2"]["weak"],
+    }
     rows: list[ComparisonRow] = []
     kept: list[ComparisonRow] = []
     gains: dict[tuple[str, str], list[float]] = {}
@@ -58,22 +62,19 @@ def _figure_3(ctx: Context) -> Outcome:
                         compared(where, what, printed.get((point, what)), list(found[point].values()))
                     )
             sign = 1 if what == "clean" else -1
-            seeds = [s for s in found["half"] if s in found["main"]]
-            gains[of, what] = [sign * (found["half"][s] - found["main"][s]) for s in seeds]
+            both = [s for s in found["half"] if s in found["main"]]
+            gains[of, what] = [sign * (found["half"][s] - found["main"][s]) for s in both]
             if gains[of, what]:
                 kept.append(compared(words, f"{what}: gain over main", None, gains[of, what]))
     for what in ("clean", "uCE"):
         mean = {of: sum(g) / len(g) for of in KINDS if (g := gains.get((of, what)))}
         if len(mean) == 2 and mean["probabilities"] > 1e-9:  # of a loss there is nothing to keep
-            share = 100 * mean["coefficients"] / mean["probabilities"]
-            kept.append(
-                compared(
-                    "share of the gain that one pass keeps (%)", f"{what}: gain over main", None, [share]
-                )
-            )
+            share, n = 100 * mean["coefficients"] / mean["probabilities"], len(gains["coefficients", what])
+            label = "share of the mean gain that one pass keeps (%)"
+            kept.append(ComparisonRow(label, f"{what}: gain over main", None, share, None, n))
     said = (
         " Weight 0 is the main branch alone, 1 the auxiliary one. The figure has no printed numbers; those of the "
-        "main branch are Tables 2 and 5. Corruptions are this lab's own, after those of CIFAR-10-C."
+        f"main branch are Tables 2 and 5.{corrupted(ctx)}"
     )
     lines = {
         what: {words: _curves(cells, case, texts[of]) for of, words in KINDS.items()}
@@ -107,7 +108,7 @@ def _beside(
     one = run_grid(ctx, Grid(base(ctx), [alone], [CLEAN, noise]), seeds)
     two = run_grid(ctx, Grid(base(ctx), [naive], [Column(t, t) for t in (clean, noisy)]), seeds)
     found: dict[tuple[str, str], tuple[Value | None, list[float]]] = {
-        (alone.label, "clean"): (Value(95.8), list(one.values(alone, CLEAN).values())),
+        (alone.label, "clean"): (paper.TABLE_2[FULL]["randaugment"], list(one.values(alone, CLEAN).values())),
         (alone.label, "uCE"): (paper.TABLE_5["wrn-28-2"]["randaugment"], errors(one, alone, noise)),
     }
     for what, text in (("clean", clean), ("uCE", noisy)):
@@ -146,7 +147,9 @@ def _figure_4(ctx: Context) -> Outcome:
         if (values := cells.values(case, Column(label, text)))
     ]
     maps = {
-        label: found[0]["grid"]["values"] for label, t in texts.items() if (found := _record(cells, case, t))
+        label: mean_grid([r["grid"]["values"] for r in found])
+        for label, t in texts.items()
+        if (found := _record(cells, case, t))
     }
     pictures = [save_figure(_maps(maps), ctx.folder, "fig4")] if maps else []
     said = f" Waves of l-2 norm 8 a channel, {n:,} test images; the figure has no printed numbers."
@@ -195,13 +198,12 @@ def _figure_5(ctx: Context) -> Outcome:
     lines |= {label: _curves(two, weak, text) for label, text in texts.items()}
     rows = []
     for label, found in lines.items():
-        for x, y in found[:1]:
-            at = dict(zip(x, y, strict=True))
-            chosen = [b for b in (8, 16, max(at)) if b in at]
-            rows += [compared(label, f"band {b:g}", None, [at[b]]) for b in chosen]
+        at = [dict(zip(x, y, strict=True)) for x, y in found]  # of each seed
+        chosen = [b for b in (8, 16, max(at[0])) if b in at[0]] if at else []
+        rows += [compared(label, f"band {b:g}", None, [own[b] for own in at]) for b in chosen]
     panel = ("low-pass filtered images", "bandwidth kept", "accuracy (%)", lines)
     pictures = [save_figure(curves([panel]), ctx.folder, "fig5")] if rows else []
-    said = f" {n} test images; the figure has no printed numbers."
+    said = f" {n} test images; Weak Augment by the weight of its auxiliary branch. The figure has no printed numbers."
     table = Comparison("Figure 5: low frequencies alone", rows, note(ctx, WRN) + said + missing(one, two))
     return Outcome([table], pictures, joined(ctx, one, two))
 

@@ -12,7 +12,7 @@ from ..outcomes import table
 from . import paper
 from .common import FULL, augmentation, base, case_of, note, setting_of
 
-__all__ = ["CLEAN", "ENTRIES", "LABEL", "WRN", "errors", "uce", "uce_column"]
+__all__ = ["CLEAN", "ENTRIES", "LABEL", "WRN", "corrupted", "errors", "uce", "uce_column"]
 
 CLEAN = Column("clean", "clean")
 LABEL = {
@@ -31,6 +31,12 @@ def uce(ctx: Context, more: str = "") -> str:
 
 def uce_column(ctx: Context) -> Column:
     return Column("uCE", uce(ctx), "uCE over 15" if ctx.scale == "full" else "accuracy")
+
+
+def corrupted(ctx: Context) -> str:
+    """What the corruptions are, and how much of them is measured."""
+    fewer = "" if ctx.scale == "full" else " At the default scale severities 1, 3 and 5 of 300 images."
+    return f" Corruptions are this lab's own, after those of CIFAR-10-C.{fewer}"
 
 
 def _seeds(ctx: Context) -> tuple[int, ...]:
@@ -184,9 +190,7 @@ def _table_5(ctx: Context) -> Outcome:
         for case, printed in cases
         if cells.values(case, column)
     ]
-    said = " Lower is better. Corruptions are this lab's own, after those of CIFAR-10-C."
-    if ctx.scale != "full":
-        said += " At the default scale severities 1, 3 and 5 of 300 images."
+    said = f" Lower is better.{corrupted(ctx)}"
     return table(ctx, "table5", "Table 5: corruption error", rows, note(ctx, WRN) + said, [cells])
 
 
@@ -210,7 +214,10 @@ def _norms(ctx: Context) -> Outcome:
     columns = [CLEAN, Column("auxiliary branch", "clean(branch=aux)"), Column("both", "clean(mix=0.5)")]
     double = run_grid(ctx, Grid(base(ctx), two, columns), seeds)
     single = run_grid(ctx, Grid(base(ctx), one, [CLEAN]), seeds)
-    said = " Not in the paper, whose Weak Augment is the first row."
+    said = (
+        f" Not in the paper, whose Weak Augment is the first row. Clean is of the main branch, both of the mean of the "
+        f"branches' predictions; BGN has {groups} groups."
+    )
     rows = [*double.rows(), *single.rows()]
     title = "Weak Augment with other normalizers"
     return table(ctx, "norms", title, rows, note(ctx, WRN) + said, [double, single])
