@@ -317,8 +317,8 @@ def test_corruptions_stand_at_their_severities_and_by_their_branch(tmp_path: Pat
 
 def test_long_names_of_a_map_do_not_meet() -> None:
     makers = ("standard", "cutout(size=8)", "autoaugment(cutout=8)", "randaugment(n=2, m=4, cutout=8)")
-    axes = {"recipe": [f"augmented({m})" for m in makers]}
-    results = made_up(("batch", "sandwich_auxiliary(init_std=0.02)", "auxiliary"), 1, **axes)
+    recipes = [f"augmented({m})" for m in makers]
+    results = made_up(("batch", "sandwich_auxiliary(init_std=0.02)", "auxiliary"), 1, recipe=recipes)
     found = gather(results).grid_maps[0]
     assert (found.row_name, found.column_name) == ("recipe", "norm")  # the longer names beside the map
     drawn = figures.grid_map(found, (0.0, 100.0))
