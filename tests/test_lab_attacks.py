@@ -592,6 +592,7 @@ def complaints() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "eps=-0.1 is out of range", bad(eps=-0.1)
     yield "eps=nan is out of range", bad(eps=float("nan"))
     yield "steps=0 is out of range", bad(steps=0)
+    yield "for 2 grey levels of 255 write step=2/255", bad(step=2)
     yield "steps=2.5 is out of range", bad(steps=2.5)
     yield "step=-1 is out of range", bad(step=-1)
     yield "restarts=2 without random_start=True", bad(restarts=2, random_start=False)
