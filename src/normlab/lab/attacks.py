@@ -98,7 +98,11 @@ class Attack:
                 f"restarts={self.restarts} without random_start=True would repeat the same run; set it, or restarts=1"
             )
         if self.step > 10 * self.eps > 0:
-            hint = f"; for {self.step:g} grey levels of 255 write step={self.step:g}/255" if self.step >= 1 else ""
+            hint = (
+                f"; for {self.step:g} grey levels of 255 write step={self.step:g}/255"
+                if self.step >= 1
+                else ""
+            )
             raise LabError(f"step={shown(self.step)} is more than ten times eps={shown(self.eps)}, so that every step "
                            f"would end at the edge of the ball; both are in units={self.units}{hint}")  # fmt: skip
         if self.norm == "linf" and self.units == "pixels":
