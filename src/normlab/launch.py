@@ -241,10 +241,12 @@ def tiles(shape: Shape, name: str) -> Tiles:
         return Tiles(rows, positions, ceil(shape.rows, rows) * blocks, shape.s, 1)
     channels = min(power(shape.c), 64)
     images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
-    at_once = _TOGETHER * _processors(shape.device)
-    elements = 4096 if writes else 1024 if name == "sums" and images * blocks > at_once else 2048
-    if writes and half and shape.n * shape.c * shape.parts * shape.s > _LARGE * _processors(shape.device):
-        elements = 8192
+    processors = _processors(shape.device)
+    at_once = _TOGETHER * processors
+    if writes:
+        elements = 8192 if half and shape.rows * shape.s > _LARGE * processors else 4096
+    else:
+        elements = 1024 if name == "sums" and images * blocks > at_once else 2048
     positions = per = min(power(shape.s), elements // channels)
     if not writes:
         each = min(power(shape.s), 2048 // channels)

@@ -180,9 +180,7 @@ def _one_a_sample(index: Tensor, samples: int | None, what: str) -> Tensor:
 def _check_range(index: Tensor, number: int, sentence: Callable[[int, int], str]) -> None:
     if torch.compiler.is_compiling() or index.device.type != "cpu" or not index.numel():
         return
-    if (
-        torch._C._are_functorch_transforms_active() or type(index) is not Tensor
-    ):  # a fake tensor has no values
+    if torch._C._are_functorch_transforms_active() or type(index) is not Tensor:  # fake ones have no values
         return
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= number:

@@ -26,7 +26,9 @@ from ..state import no_update
 from .errors import LabError
 from .seeds import draw
 
-__all__ = ["KINDS", "Attack", "Units", "as_found", "bim", "fgsm", "pgd", "shown", "standard_deviation"]
+__all__ = [
+    "KINDS", "Attack", "Units", "as_found", "bim", "fgsm", "grey_levels", "pgd", "shown", "standard_deviation",
+]  # fmt: skip
 
 Units = Literal["pixels", "standardised"]
 Ball = Literal["linf", "l2"]
@@ -98,11 +100,7 @@ class Attack:
                 f"restarts={self.restarts} without random_start=True would repeat the same run; set it, or restarts=1"
             )
         if self.step > 10 * self.eps > 0:
-            hint = (
-                f"; for {self.step:g} grey levels of 255 write step={self.step:g}/255"
-                if self.step >= 1
-                else ""
-            )
+            hint = grey_levels(self.step, "step=")
             raise LabError(f"step={shown(self.step)} is more than ten times eps={shown(self.eps)}, so that every step "
                            f"would end at the edge of the ball; both are in units={self.units}{hint}")  # fmt: skip
         if self.norm == "linf" and self.units == "pixels":
@@ -138,12 +136,7 @@ class Attack:
         limit = 1.0 if self.norm == "linf" else math.sqrt(dimension)
         if self.eps * min(deviations) > limit * (1 + 1e-6):
             largest = limit / min(deviations)
-            units = ", units=pixels" if self.units == "standardised" else ""
-            hint = (
-                f"; for {self.eps:g} grey levels of 255 write {self.eps:g}/255{units}"
-                if self.eps >= 1
-                else ""
-            )
+            hint = grey_levels(self.eps, after=", units=pixels" if self.units == "standardised" else "")
             raise LabError(
                 f"eps={shown(self.eps)} {self.units} in {self.norm} is out of range: pixels run from 0 to 1, so "
                 f"{shown(round(largest, 4))} already reaches every image{hint}"
@@ -408,6 +401,11 @@ def as_found(model: nn.Module, *, training: bool = False, update: bool = False) 
                 for buffer, version, value in buffers:
                     if buffer._version != version:
                         buffer.copy_(value)
+
+
+def grey_levels(value: float, name: str = "", after: str = "") -> str:
+    """How to write a number of pixels in [0, 1] that can only have been meant in grey levels; else nothing."""
+    return f"; for {value:g} grey levels of 255 write {name}{value:g}/255{after}" if value >= 1 else ""
 
 
 def shown(value: float) -> str:

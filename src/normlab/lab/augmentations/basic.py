@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..attacks import grey_levels
 from ..data import augment, pixels
 from ..errors import LabError
 from ..texts import within
@@ -149,9 +150,7 @@ def last_steps(x: Tensor, data: Data, size: int | None, fill: str, draw: Draw) -
 def _deviation(text: str) -> float:
     value = within(0)(text)
     if value > 1:
-        raise LabError(
-            f"{text} is out of range: pixels run from 0 to 1; for {text} grey levels of 255 write {text}/255"
-        )
+        raise LabError(f"{text} is out of range: pixels run from 0 to 1{grey_levels(value)}")
     return value
 
 

@@ -36,7 +36,7 @@ def _record(cells: Cells, case: Case, measurement: str) -> list[dict[str, Any]]:
 
 
 def _figure_3(ctx: Context) -> Outcome:
-    few = ctx.pick(default="0, 0.25, 0.5, 0.75, 1", full="0, 0.25, 0.5, 0.75, 1", smoke="0, 0.5, 1")
+    few = "0, 0.5, 1" if ctx.scale == "smoke" else "0, 0.25, 0.5, 0.75, 1"
     many = ", ".join(f"{k / 10:g}" for k in range(11)) if ctx.scale == "full" else few
     fewer = ctx.pick(default=", severities=[1, 3, 5], n=300", full="", smoke=", severities=[3], n=8")
     clean = {of: f"between(weights=[{many}], of={of})" for of in KINDS}
