@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .. import reference
 from .._text import nearest, words
@@ -156,7 +155,8 @@ def _applied(x: Tensor, rows: Rows, found: Coefficients) -> Tensor:
         return reference.plain_apply(x, rows, Coefficients(cast(Tensor, center), cast(Tensor, scale), shift))
     center, scale = cast(Tensor, center)[0], cast(Tensor, scale)[0]
     one, bias = torch.ones_like(scale), None if shift is None else shift[0]
-    return F.batch_norm(x.to(scale.dtype), center, one, scale, bias, training=False, eps=0.0)
+    # The operator itself: of the function torch 2.11 demands that eps be more than zero, in evaluation too.
+    return torch.batch_norm(x.to(scale.dtype), scale, bias, center, one, False, 0.0, 0.0, False)
 
 
 def _between(a: Coefficients, b: Coefficients, weight: float) -> Coefficients:
