@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -290,15 +291,37 @@ def test_launches_of_single_passes_agree(launches: str, name: str):
         assert_close(b, a, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_where_torch_is_quicker_its_operator_serves(training: bool, monkeypatch: pytest.MonkeyPatch):
-    """Batch norm, separated or not, of small inputs: the same numbers, the same buffers, the same refusals."""
+def torch_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU kernels run where they are forced, and what is forced is no operator of torch's."""
     from normlab.layers import ready
 
     monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: kind.batch_groups == kind.shape.c)
+    monkeypatch.setattr(ready, "triton_is_forced", lambda: False)
+
+
+def is_torchs(y: Tensor) -> bool:
+    assert y.grad_fn is not None
+    return "BatchNorm" in y.grad_fn.name()
+
+
+def test_what_is_forced_is_no_operator_of_torchs(monkeypatch: pytest.MonkeyPatch):
+    from normlab.layers import ready
+
+    monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: True)
+    layer, x = normlab.BatchNorm2d(6).to(DEVICE), torch.randn(4, 6, 3, 3, device=DEVICE)
+    with normlab.backend("triton", host="python"):
+        assert not any(is_torchs(layer(x)) for _ in range(3))
+        monkeypatch.setattr(ready, "triton_is_forced", lambda: False)
+        assert is_torchs(layer(x))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_where_torch_is_quicker_its_operator_serves(training: bool, monkeypatch: pytest.MonkeyPatch):
+    """Batch norm, separated or not, of small inputs: the same numbers, the same buffers, the same refusals."""
+    torch_is_quicker(monkeypatch)
     layer, twin = normlab.AuxiliaryBatchNorm2d(6).to(DEVICE), torch.nn.BatchNorm2d(6).to(DEVICE)
     x = torch.randn(4, 6, 3, 3, device=DEVICE)
-    with normlab.backend("triton"):
+    with normlab.backend("triton", host="python"):
         layer(x, "aux")
         twin(x)
         y, z = layer.train(training)(x, "aux"), twin.train(training)(x)
@@ -394,11 +417,9 @@ CHECKPOINTED: dict[str, tuple[Any, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_checkpointing_saves_the_same_again(name: str, monkeypatch: pytest.MonkeyPatch):
     """What runs again in backward takes the way that it took before, and nothing moves twice."""
-    from normlab.layers import ready
-
     native = name == "torch's operator"
     if native:
-        monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: kind.batch_groups == kind.shape.c)
+        torch_is_quicker(monkeypatch)
     make, arguments = CHECKPOINTED[name]
     layer = make().to(DEVICE)
     twin = deepcopy(layer)
@@ -420,6 +441,32 @@ def test_checkpointing_saves_the_same_again(name: str, monkeypatch: pytest.Monke
                     (y.detach(), given.grad, [p.grad for p in made.parameters()], list(made.buffers()))
                 )
             assert_close(found[1], found[0])
+
+
+def in_another_thread(y: Tensor, dy: Tensor) -> None:
+    """As autograd does on CUDA: nothing that was chosen around the call is seen there."""
+    with ThreadPoolExecutor(1) as one:
+        one.submit(y.backward, dy).result()
+
+
+@pytest.mark.parametrize("way", ["torch", "triton", "torch's operator"])
+def test_checkpointing_runs_again_what_a_scope_had_chosen(way: str, monkeypatch: pytest.MonkeyPatch):
+    """Backward is outside of the scope, and the host path may have been built since."""
+    from normlab import host
+
+    layer = normlab.BatchNorm2d(6).to(DEVICE)
+    twin, x, dy = deepcopy(layer), *torch.randn(2, 4, 6, 2, 3, device=DEVICE)
+    if way == "torch's operator":
+        torch_is_quicker(monkeypatch)
+    with normlab.backend("torch" if way == "torch" else "triton", host="python"):
+        y = checkpoint(layer, given := x.clone().requires_grad_(), use_reentrant=False)
+        z = twin(same := x.clone().requires_grad_())
+    assert isinstance(y, Tensor)
+    assert is_torchs(z) == (way == "torch's operator")
+    monkeypatch.setattr(host, "library", lambda device: object())
+    in_another_thread(y, dy)
+    z.backward(dy)
+    assert_close((y, given.grad, *layer.buffers()), (z, same.grad, *twin.buffers()))
 
 
 def test_a_residual_of_a_wider_type_is_added_as_written_out():
@@ -654,7 +701,7 @@ def test_modes(launches: str, number: int, layout: torch.memory_format, training
     exact.train(training)
     with normlab.backend("triton"):
         found = one_step(layer, x, dy)
-    assert [r is not None for r in layer._ready.values()] == [True]
+    assert layer._ready and None not in layer._ready.values()
     close_to_exact(found, one_step(exact, x.double(), dy.double()))
 
 
@@ -676,7 +723,7 @@ def test_modes_with_every_affine_map_and_activation(affine: str, act: str | None
     dy = torch.randn_like(x)
     with normlab.backend("triton"):
         found = one_step(layer, x, dy, **given)
-    assert [r is not None for r in layer._ready.values()] == [True]
+    assert layer._ready and None not in layer._ready.values()
     wide = {k: v.double() if t_is_leaf(v) else v for k, v in given.items()}
     close_to_exact(found, one_step(exact, x.double(), dy.double(), **wide))
 

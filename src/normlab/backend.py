@@ -31,7 +31,7 @@ from ._text import nearest
 if TYPE_CHECKING:
     from .engine import Rows
 
-__all__ = ["backend", "chosen", "chosen_host", "kernels_serve", "one_launch"]
+__all__ = ["backend", "chosen", "chosen_host", "kernels_serve", "one_launch", "rerun_in", "triton_is_forced"]
 
 _NAMES = ("auto", "torch", "triton")
 _HOSTS = ("auto", "python", "compiled")
@@ -71,6 +71,20 @@ def backend(
         yield
     finally:
         _chosen.reset(token)
+
+
+@contextmanager
+def rerun_in(scope: _Scope | None) -> Iterator[None]:
+    """Within it, what was chosen where ``scope`` was noted, unless something else is chosen here.
+
+    For a forward pass that checkpointing runs again: on CUDA it does so in a thread of autograd's, where nothing is.
+    """
+    token = None if scope is None or _chosen.get() != _Scope() else _chosen.set(scope)
+    try:
+        yield
+    finally:
+        if token is not None:
+            _chosen.reset(token)
 
 
 def _known(name: str) -> str:
@@ -121,6 +135,11 @@ def _host_from_environment() -> str:
 
 
 chosen = _chosen.get  # what a scope has chosen, to tell calls in different scopes apart
+
+
+def triton_is_forced() -> bool:
+    """Whether the kernels were asked for by name."""
+    return (_chosen.get().name or _from_environment()) == "triton"
 
 
 def chosen_host() -> str:

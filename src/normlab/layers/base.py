@@ -17,7 +17,7 @@ from .._cache import remembered
 from .._text import check_number, nearest
 from ..activation import activate, check_activation
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
-from ..backend import chosen, kernels_serve
+from ..backend import chosen, kernels_serve, rerun_in
 from ..engine import MOVED, StyleMoments, Update, must_trace, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
 from ..positional import normalize_positions
@@ -162,7 +162,7 @@ class Norm(nn.Module):
         self.act = check_activation(act)
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
-        self._ready: dict[Any, Ready | ReadyModes | Quick | None] = _Known()
+        self._ready = _Known()
         self._processes = _Processes()
         self.observer: Observer | None = None
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
@@ -346,14 +346,18 @@ class Norm(nn.Module):
                 return None
         elif condition is not None:
             return None
-        quick: Any = self._ready.get(self._quick_key(x, branch, residual))
+        key = self._quick_key(x, branch, residual)
+        quick: Any = self._ready.get(key)
         if quick is None:
             return None
         try:
-            return quick(self, x, label, residual)
+            y = quick(self, x, label, residual)
         except KeyError:
             # Pruned, parametrized or replicated since: no parameter any more, but an attribute still.
             return None
+        if y is not None:
+            self._ready.scope = key[-1]
+        return y
 
     def _quick_key(self, x: Tensor, branch: int, residual: Tensor | None) -> tuple[Any, ...]:
         """All that decides how the layer treats ``x``, but for values that are read at each call."""
@@ -372,6 +376,22 @@ class Norm(nn.Module):
         style: Any,
         residual: Tensor | None = None,
         extra: tuple[Tensor, ...] = (),
+    ) -> Tensor:
+        if not torch.compiler.is_compiling():
+            if running.in_backward():
+                with rerun_in(self._ready.scope):
+                    return self._run_here(x, label, branch, style, residual, extra)
+            self._ready.scope = chosen()
+        return self._run_here(x, label, branch, style, residual, extra)
+
+    def _run_here(
+        self,
+        x: Tensor,
+        label: Any,
+        branch: int | Tensor,
+        style: Any,
+        residual: Tensor | None,
+        extra: tuple[Tensor, ...],
     ) -> Tensor:
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
@@ -696,11 +716,15 @@ class Norm(nn.Module):
         return ", ".join(parts)
 
 
-class _Known(dict[Any, Any]):
+class _Known(dict[Any, "Ready | ReadyModes | Quick | None"]):
     """What a layer knows of earlier calls. A copy of the layer begins without: compiled kernels stay here.
 
-    Not by the layer's ``__getstate__``, which parametrized modules have one of their own for.
+    Not by the layer's ``__getstate__``, which parametrized modules have one of their own for. The attributes are of the
+    last forward pass, for checkpointing to run it again as it ran.
     """
+
+    scope: Any = None  # what was chosen of back ends
+    by_torch = False  # whether torch's operator served it
 
     def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
         return _Known, ()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .. import host, modes, running
 from ..activation import ACTIVATIONS, LEAK
-from ..backend import one_launch
+from ..backend import one_launch, triton_is_forced
 from ..engine import Coefficients, Moments, Rule, must_trace
 from ..fused import Affine, Given, batch_views, bounds_of, closed_call, run
 from ..launch import dense, shape_of
@@ -122,9 +122,14 @@ class Ready:
         """Whether torch's own operator serves this call, being quicker."""
         if not self.native or affine.second != 0 or layer.act is not None or residual is not None:
             return False
-        if not one_launch() or host.library(self.kind.shape.device) is not None:
+        if affine.weight is not None and affine.weight.dtype not in (torch.float32, x.dtype):
             return False
-        return affine.weight is None or affine.weight.dtype in (torch.float32, x.dtype)
+        known = layer._ready
+        if not self.again:  # what runs again takes the way that it took, though the host path be built since
+            known.by_torch = (
+                one_launch() and not triton_is_forced() and host.library(self.kind.shape.device) is None
+            )
+        return known.by_torch
 
     def _keep_read(self, layer: Norm, mean: Tensor, var: Tensor, batches: Tensor) -> None:
         """Keep what batch renorm reads, for a forward pass that is run again in backward."""
