@@ -21,11 +21,20 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from .._text import nearest, words
+from .._text import nearest
 from ..routing import current
-from .attacks import KINDS, Ball, shown
+from .attacks import KINDS, Ball
 from .errors import LabError
-from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions
+from .measurements import (
+    MEASUREMENTS,
+    Arguments,
+    Budget,
+    Subject,
+    attack_of,
+    budget,
+    open_corruptions,
+    title_of,
+)
 from .mixing import pair_of
 from .predict import (
     BETWEEN,
@@ -75,18 +84,7 @@ class Measurement:
 
     def title(self, data: Data, branches: Sequence[str] = ("main", "aux")) -> str:
         """What is measured on ``data``, in words and with units: ``noise std=1 standardised``."""
-        given = dict(self.given)
-        words_ = [MEASUREMENTS[self.kind].title(self.arguments(data) | {"branches": branches})]
-        if "top" in given:
-            words_.append(f"top-{given['top']}")
-        if "branch" in given:
-            words_.append(f"branch {given['branch']}")
-        if "mix" in given:
-            what = "" if given.get("of", "probabilities") == "probabilities" else f"{given['of']} of "
-            words_.append(f"{what}{words(branches)} mixed by {shown(given['mix'])}")
-        if "n" in given:
-            words_.append(f"n={given['n']}")
-        return " ".join(words_)
+        return title_of(self.kind, self.arguments(data), branches)
 
     @property
     def mixes(self) -> bool:
@@ -159,14 +157,16 @@ class Measurement:
         with scope:
             _check_classes(subject_model, data)
             result = entry.run(subject, arguments)
+        pair = {"branches": pair_of(model)} if self.mixes else {}
         return {
             "measurement": self.name,
-            "title": self.title(data, pair_of(model)) if self.mixes else self.title(data),
+            "title": self.title(data, **pair),
             "kind": self.kind,
             "n": len(data.test.y),
             "arguments": {k: _plain(v) for k, v in arguments.items()},
             "seed": seed,
             **({} if branch is None else {"branch": branch}),
+            **{k: list(v) for k, v in pair.items()},
             **result,
             "seconds": round(time.perf_counter() - start, 3),
         }

@@ -26,8 +26,10 @@ from .seeds import generator
 if TYPE_CHECKING:
     from .data import Data
 
-__all__ = ["GREY", "MEASUREMENTS", "NATURAL", "Arguments", "Budget", "Kind", "Subject", "attack_of", "budget",
-           "mean_of", "open_corruptions"]  # fmt: skip
+__all__ = [
+    "GREY", "MEASUREMENTS", "NATURAL", "SCALARS", "Arguments", "Budget", "Kind", "Scalar", "Subject", "attack_of",
+    "budget", "conditions", "mean_of", "open_corruptions", "severity_words", "title_of",
+]  # fmt: skip
 
 
 class Budget(NamedTuple):
@@ -151,6 +153,41 @@ class Kind(NamedTuple):
     title: Callable[[Arguments], str]  # with every number and its units
     points: Callable[[Arguments], int]  # passes over the test images, for the progress
     run: Callable[[Subject, Arguments], dict[str, Any]]
+    against: str = ""  # what the curve runs over: epsilon, noise, bandwidth, or between two branches
+
+
+class Scalar(NamedTuple):
+    """What is to be known about a number that a record has besides its accuracy."""
+
+    unit: str
+    higher: bool  # is better
+
+
+_ERROR = Scalar("% error", False)
+UCE, MCE, MEAN_ERROR = "uCE over 15", "mCE over 15 against AlexNet", "mean error over 19"
+SCALARS = {UCE: _ERROR, MCE: _ERROR, MEAN_ERROR: _ERROR, "affinity": Scalar("points", True)}
+
+
+def title_of(kind: str, arguments: Arguments, branches: Sequence[str] = ("main", "aux")) -> str:
+    """What is measured, in words and with units, from all arguments, those of a record for example."""
+    what = MEASUREMENTS[kind].title(arguments | {"branches": branches})
+    return " ".join([what, *conditions(arguments, branches)])
+
+
+def conditions(arguments: Mapping[str, Any], branches: Sequence[str] = ("main", "aux")) -> list[str]:
+    """By what model, on how many images, and what counts as right, in words, where the arguments say so."""
+    found = []
+    if "top" in arguments:
+        found.append(f"top-{arguments['top']}")
+    if "branch" in arguments:
+        found.append(f"branch {arguments['branch']}")
+    if "mix" in arguments:
+        what = arguments.get("of", "probabilities")
+        what = "" if what == "probabilities" else f"{what} of "
+        found.append(f"{what}{words(branches)} mixed by {shown(arguments['mix'])}")
+    if "n" in arguments:
+        found.append(f"n={arguments['n']}")
+    return found
 
 
 def _clean(subject: Subject, arguments: Arguments) -> dict[str, Any]:
@@ -284,7 +321,7 @@ def _attack_kind(kind: str, norm: Ball) -> dict[str, Kind]:
         name: Kind(f"accuracy under {about}", takes, open_, title, lambda a: 1, run),
         f"{name}-curve": Kind(
             f"accuracy under {about} against eps, a list such as eps=[0.01, 0.03]", takes, open_curve, title_curve,
-            lambda a: len(a["eps"]), run_curve,
+            lambda a: len(a["eps"]), run_curve, "epsilon",
         ),
     }  # fmt: skip
 
@@ -315,11 +352,11 @@ def _corruptions(subject: Subject, arguments: Arguments) -> dict[str, Any]:
         if all(n in found for n in corruptions.COMMON):
             ce = corruptions.ce_alexnet(errors)
             scalars |= {
-                "uCE over 15": corruptions.uce(errors),
-                "mCE over 15 against AlexNet": sum(ce.values()) / len(ce),
+                UCE: corruptions.uce(errors),
+                MCE: sum(ce.values()) / len(ce),
             }
         if all(n in found for n in corruptions.CORRUPTIONS):
-            scalars["mean error over 19"] = corruptions.mce_19(errors)
+            scalars[MEAN_ERROR] = corruptions.mce_19(errors)
     every = [a for row in found.values() for a in row]
     by_name = {corruptions.label(name): row for name, row in found.items()}
     return {"accuracy": sum(every) / len(every), "corruptions": by_name, "scalars": scalars, **samples}
@@ -345,9 +382,16 @@ def open_corruptions(data: Data, given: Arguments) -> Arguments:
 def _title_corruptions(arguments: Arguments) -> str:
     names, severities = arguments["names"], arguments["severities"]
     what = f"{len(names)} corruptions" if len(names) > 3 else words(names)
+    return f"{what}, {severity_words(severities)}"
+
+
+def severity_words(severities: Sequence[float]) -> str:
+    """
+    >>> severity_words([1, 2, 3, 4, 5]), severity_words([1, 3, 5])
+    ('severity 1 to 5', 'severity 1, 3 and 5')
+    """
     runs = all(b == a + 1 for a, b in pairwise(severities)) and len(severities) > 1
-    where = f"{severities[0]} to {severities[-1]}" if runs else words(severities)
-    return f"{what}, severity {where}"
+    return f"severity {f'{severities[0]} to {severities[-1]}' if runs else words(severities)}"
 
 
 def _fourier(subject: Subject, arguments: Arguments) -> dict[str, Any]:
@@ -483,7 +527,7 @@ def _open_noise(data: Data, given: Arguments) -> Arguments:
 def _title_noise(arguments: Arguments) -> str:
     at = f" drawn at {arguments['at']} x {arguments['at']}" if "at" in arguments else ""
     clipped = " clipped" if arguments.get("clipped") else ""
-    std = f"std={shown(arguments['std'])} {arguments['units']}" if not isinstance(arguments["std"], tuple) else (
+    std = f"std={shown(arguments['std'])} {arguments['units']}" if isinstance(arguments["std"], (int, float)) else (
         f"against std, {arguments['units']}")  # fmt: skip
     return f"noise {std}{clipped}{at}"
 
@@ -497,7 +541,7 @@ MEASUREMENTS: dict[str, Kind] = {
     "noise-curve": Kind(
         "accuracy under noise against its std, a list such as std=[0.5, 1]", ("std", "units", "clipped", "at"),
         lambda data, given: _open_noise(data, given) | {"std": budget(data).noises}, _title_noise,
-        lambda a: len(a["std"]), _noise_curve,
+        lambda a: len(a["std"]), _noise_curve, "noise",
     ),
     **_attack_kind("fgsm", "linf"), **_attack_kind("fgsm", "l2"),
     **_attack_kind("bim", "linf"), **_attack_kind("bim", "l2"),
@@ -514,7 +558,7 @@ MEASUREMENTS: dict[str, Kind] = {
     ),
     "low-pass": Kind(
         "accuracy against the band of frequencies that is kept", ("bands",), _open_low_pass,
-        lambda a: "low-pass against bandwidth", lambda a: len(a["bands"]), _low_pass,
+        lambda a: "low-pass against bandwidth", lambda a: len(a["bands"]), _low_pass, "bandwidth",
     ),
     "affinity": Kind(
         "accuracy on augmented images minus clean accuracy; the data set's own augmentation, or the one named",
@@ -523,12 +567,12 @@ MEASUREMENTS: dict[str, Kind] = {
     ),
     "between": Kind(
         "accuracy against the weight of the second of two branches, 0 to 1; of=coefficients mixes in one forward pass",
-        ("weights", "of"), _open_between, _title_between, lambda a: 1, _between,
+        ("weights", "of"), _open_between, _title_between, lambda a: 1, _between, "between",
     ),
     "between-corruptions": Kind(
         "mean error on corrupted images against the weight of the second of two branches",
         ("weights", "of", "names", "severities"), _open_between_corruptions,
         lambda a: f"{_title_between(a)}, {_title_corruptions(a)}", lambda a: len(a["names"]) * len(a["severities"]),
-        _between_corruptions,
+        _between_corruptions, "between",
     ),
 }  # fmt: skip

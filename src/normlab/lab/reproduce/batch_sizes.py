@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..norms import parse_norm
 from ..report.view import ComparisonRow
 from .base import Context, compared
 from .figures import Published, Value
@@ -29,13 +30,12 @@ class Workers(NamedTuple):
 
 def with_ghost(norm: str, samples: int) -> str:
     """The norm with statistics of so many samples at a time; those within a sample stay as they are."""
-    name, bracket, rest = norm.partition("(")
-    if name not in ("batch", "batch_group", "batch_renorm", "switchable", "sparse_switchable", "mode"):
+    known = parse_norm(norm)
+    if known.name not in ("batch", "batch_group", "batch_renorm", "switchable", "sparse_switchable", "mode"):
         return norm
-    inner = rest.removesuffix(")")
-    if "[" in inner and "batch" not in inner:  # a mixture of pools within a sample
+    if "batch" not in dict(known.options).get("pools", ("batch",)):  # a mixture of pools within a sample
         return norm
-    return f"{name}({inner}{', ' if bracket and inner else ''}ghost={samples})"
+    return f"{norm.removesuffix(')')}{', ' if known.options else '('}ghost={samples})"
 
 
 def group_norm(ctx: Context) -> str:

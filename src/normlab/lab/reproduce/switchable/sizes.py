@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....pools import parse_pool
 from ...report.view import Comparison, ComparisonRow
 from ..base import Context, Entry, Outcome, compared
 from ..batch_sizes import CLEAN, Workers, base, by_size, group_norm, run_sizes
@@ -89,7 +90,7 @@ def _importance(cells: Cells, sizes: list[Workers]) -> Comparison:
             for pool in layers[0] if layers else ():
                 pairs = [layer[pool] for layer in layers]
                 mean = 100 * sum(a + b for a, b in pairs) / (2 * len(pairs))
-                found.setdefault(pool.partition("/")[0], []).append(mean)
+                found.setdefault(parse_pool(pool).name, []).append(mean)
         rows += [compared(_name(size), pool, None, values) for pool, values in found.items()]
     said = "Mean over layers of the weights in means and variances; the paper has it as a picture."
     return Comparison("Figure 4: importance weights of switchable norm", rows, said)
