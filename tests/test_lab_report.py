@@ -407,6 +407,15 @@ def test_long_names_of_a_map_do_not_meet() -> None:
     assert max(len(t) for t in re.findall(r">([^<]*init_std[^<]*|sandwich[^<]*)</text>", drawn)) <= 12
 
 
+def test_runs_without_finite_outputs_are_told_of() -> None:
+    results = made_up(("none", "batch"), 3)
+    assert "finite" not in " ".join(reading(gather(results)))
+    for record in results.runs[0].records[:2]:
+        record["not_finite"] = {"images": 600, "of": 1000}
+    said = "There was no finite output, which counts as wrong, by no normalization (1 of 3 runs, 1,200 of 2,000 images)."
+    assert said in reading(gather(results))
+
+
 def test_tables_in_other_forms_have_the_same_numbers() -> None:
     results = made_up(("none", "batch"))
     lines = list(csv.DictReader(io.StringIO(terminal.csv(results))))

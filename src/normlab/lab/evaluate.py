@@ -13,18 +13,18 @@ text names (``clean(branch=aux)``), else the one that is routed where :func:`mea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from .._text import nearest
+from .._text import nearest, words
 from ..routing import current
 from .attacks import KINDS, Ball
-from .errors import LabError
+from .errors import LabError, NotFinite, warn
 from .measurements import (
     MEASUREMENTS,
     Arguments,
@@ -41,11 +41,13 @@ from .predict import (
     Mixed,
     accuracy,
     affinity,
+    counted,
     device_of,
     predict_with,
     predictions,
     routed,
     transfer,
+    unanswered_words,
 )
 from .texts import flag, one_of, split, step, target, within, written
 
@@ -53,8 +55,8 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "affinity", "budget", "measure", "parse",
-    "parse_list", "predict_with", "predictions", "transfer",
+    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "affinity", "budget", "measure", "not_finite",
+    "parse", "parse_list", "predict_with", "predictions", "transfer",
 ]  # fmt: skip
 
 Progress = Callable[[str, int, int], None]  # the measurement, batches done, batches in all
@@ -123,7 +125,10 @@ class Measurement:
         batch_size: int | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """The record: measurement, title, kind, n, accuracy, arguments, seconds, and a curve, a grid or samples."""
+        """The record: measurement, title, kind, n, accuracy, arguments, seconds, and a curve, a grid or samples.
+
+        Where the model gave no finite output, ``not_finite`` says for how many images, and of how many.
+        """
         here = device_of(model)
         if device is not None and torch.device(device).type != here.type:
             raise LabError(
@@ -154,7 +159,7 @@ class Measurement:
         )
         total = subject.batches() * entry.points(arguments)
         start = time.perf_counter()
-        with scope:
+        with scope, counted() as unanswered:
             _check_classes(subject_model, data)
             result = entry.run(subject, arguments)
         pair = {"branches": pair_of(model)} if self.mixes else {}
@@ -168,6 +173,7 @@ class Measurement:
             **({} if branch is None else {"branch": branch}),
             **{k: list(v) for k, v in pair.items()},
             **result,
+            **({"not_finite": asdict(unanswered)} if unanswered.images else {}),
             "seconds": round(time.perf_counter() - start, 3),
         }
 
@@ -236,7 +242,18 @@ def measure(
 
         model = Classifier(Standardize(mean, std).to(device_of(model)), model)
     options: dict[str, Any] = {"device": device, "seed": seed, "batch_size": batch_size, "progress": progress}
-    return [m.run(model, data, **options) for m in asked]
+    records = [m.run(model, data, **options) for m in asked]
+    if said := not_finite(type(model).__name__, records):
+        warn(said, NotFinite)
+    return records
+
+
+def not_finite(who: str, records: Iterable[Mapping[str, Any]]) -> str:
+    """A sentence about images for which a model gave no finite output; empty where there are none."""
+    found = {r["measurement"]: r["not_finite"] for r in records if r.get("not_finite")}
+    images, of = (sum(v[k] for v in found.values()) for k in ("images", "of"))
+    where = words(found) if len(found) < 4 else f"{len(found)} measurements"
+    return unanswered_words(who, images, of, f" in {where}") if found else ""
 
 
 # One reader for each argument, whichever measurement takes it.

@@ -20,7 +20,16 @@ from .attacks import KINDS, Attack, Ball, Units, as_found, shown, standard_devia
 from .data import augment, pixels, resize
 from .errors import LabError
 from .mixing import pair_of
-from .predict import Change, Score, accuracy_between, batch_size_for, device_of, predictions, score_under
+from .predict import (
+    Change,
+    Score,
+    accuracy_between,
+    answered,
+    batch_size_for,
+    device_of,
+    predictions,
+    score_under,
+)
 from .seeds import generator
 
 if TYPE_CHECKING:
@@ -122,8 +131,9 @@ class _Shown:
         names = self.subject.data.classes
         model, test = self.subject.model, self.subject.data.test
         before, after = test.x[self.chosen], torch.stack([self.after[i] for i in self.chosen])
-        seen = [predictions(model, x).argmax(1).tolist() for x in (before, after)]
-        name = [[names[k] if k < len(names) else str(k) for k in row] for row in seen]
+        logits = [predictions(model, x) for x in (before, after)]
+        seen = [torch.where(answered(z), z.argmax(1), -1).tolist() for z in logits]
+        name = [["none" if k < 0 else names[k] if k < len(names) else str(k) for k in row] for row in seen]
         return {
             "samples": {
                 "shape": list(after.shape),
@@ -138,7 +148,9 @@ class _Shown:
 
 
 def _encoded(x: Tensor) -> str:
-    return base64.b64encode((x.clamp(0, 1) * 255).round().byte().cpu().numpy().tobytes()).decode()
+    return base64.b64encode(
+        (x.nan_to_num().clamp(0, 1) * 255).round().byte().cpu().numpy().tobytes()
+    ).decode()
 
 
 Arguments = dict[str, Any]

@@ -1,9 +1,17 @@
-"""Predictions of a model in batches, and how often they are right; the model is left as found."""
+"""Predictions of a model in batches, and how often they are right; the model is left as found.
+
+An image without a finite output counts as wrong, and is told of: the highest of logits that are not numbers would be
+the first, and a network that diverged would have the accuracy of chance. It is counted where the images are, and
+looked at once, when all have been seen.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,7 +22,7 @@ from ..reference import widest
 from ..routing import route
 from .attacks import Attack, as_found
 from .data import augment, pixels
-from .errors import LabError
+from .errors import LabError, NotFinite, warn
 from .mixing import branches_of, mixed_branches, pair_of
 from .seeds import generator
 
@@ -23,8 +31,9 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "BETWEEN", "Change", "Mixed", "Score", "accuracy", "accuracy_between", "accuracy_under", "affinity", "among",
-    "batch_size_for", "device_of", "predict_with", "predictions", "routed", "score_under", "transfer",
+    "BETWEEN", "Change", "Mixed", "Score", "Unanswered", "accuracy", "accuracy_between", "accuracy_under", "affinity",
+    "among", "answered", "batch_size_for", "counted", "device_of", "predict_with", "predictions", "routed",
+    "score_under", "tell_unanswered", "transfer", "unanswered_words",
 ]  # fmt: skip
 
 Change = Callable[[Tensor, Tensor], Tensor]  # pixels [N, C, H, W] and labels [N] to changed pixels
@@ -78,23 +87,69 @@ def score_under(
     if not len(y):
         raise LabError("there are no images to measure on")
     device = device_of(model)
-    sums = torch.zeros(2, dtype=widest(device), device=device)  # asked for once, at the end
+    sums = torch.zeros(3, dtype=widest(device), device=device)  # asked for once, at the end
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, device, batch_size):
             images = part if change is None else change(part, labels)
             logits = _logits(model, images)
-            right = among(logits, labels, top).sum()
-            sums += torch.stack([right.to(sums), F.cross_entropy(logits, labels, reduction="sum").to(sums)])
+            right, lost = among(logits, labels, top).sum(), (~answered(logits)).sum()
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            sums += torch.stack([right.to(sums), loss.to(sums), lost.to(sums)])
             seen(first, images)
             first += len(labels)
-    right, loss = sums.tolist()
+    right, loss, lost = sums.tolist()
+    tell_unanswered(model, int(lost), len(y))
     return Score(100 * right / len(y), loss / len(y))
 
 
 def among(logits: Tensor, labels: Tensor, top: int) -> Tensor:  # [N] bool
-    """Whether each label is one of the ``top`` highest logits."""
-    return (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).any(1)
+    """Whether each label is one of the ``top`` highest logits; not where these are no finite numbers."""
+    found = (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).any(1)
+    return found & answered(logits)
+
+
+def answered(logits: Tensor) -> Tensor:  # [N] bool
+    """Whether an image has an output: its highest logit is finite. Others may be -inf, as those of masked classes."""
+    return logits.amax(1).isfinite()  # not a number where any is not
+
+
+@dataclass
+class Unanswered:
+    """Images without a finite output, of how many that were shown."""
+
+    images: int = 0
+    of: int = 0
+
+
+_COUNTED: ContextVar[Unanswered | None] = ContextVar("counted", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[Unanswered]:
+    """Within it images without a finite output are counted, for a sentence about all; elsewhere each pass warns."""
+    found = Unanswered()
+    before = _COUNTED.set(found)
+    try:
+        yield found
+    finally:
+        _COUNTED.reset(before)
+
+
+def tell_unanswered(model: object, images: int, of: int) -> None:
+    """Say, or add to what is :func:`counted`, that so many images of so many got no finite output."""
+    found = _COUNTED.get()
+    if found is not None:
+        found.images, found.of = found.images + images, found.of + of
+    elif images:
+        warn(unanswered_words(type(model).__name__, images, of), NotFinite)
+
+
+def unanswered_words(who: str, images: int, of: int, where: str = "") -> str:
+    return (
+        f"{who} gave no finite output for {images:,} of {of:,} images{where}; they count as wrong. Perhaps its "
+        "training diverged, or half precision overflowed: train it at a lower learning rate, or measure it in float32."
+    )
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
@@ -194,6 +249,7 @@ def accuracy_between(
     ).branches  # says what is wrong with them
     device = device_of(model)
     right = torch.zeros(len(weights), dtype=widest(device), device=device)
+    lost = torch.zeros((), dtype=torch.int64, device=device)
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, right.device, batch_size):
@@ -206,8 +262,10 @@ def accuracy_between(
                 else:
                     found = _between(*pair, weight, of)
                 right[k] += among(found, labels, top).sum()
+                lost += (~answered(found)).sum()
             seen(first, images)
             first += len(labels)
+    tell_unanswered(model, int(lost), len(y) * len(weights))
     return (100 * right / len(y)).tolist()
 
 

@@ -254,7 +254,7 @@ def measured(
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One record a measurement, as it is made."""
-    from .evaluate import measure
+    from .evaluate import not_finite
 
     data = data.to(device)
     about = {"run": settings.name, "digest": settings.digest(), "settings": settings.values()}
@@ -263,13 +263,17 @@ def measured(
         if device.type == "cuda"
         else f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
     )
+    records = []
     for measurement in measurements:
         watch.measuring(settings, measurement.name)
         with arithmetic(settings.precision):
-            (record,) = measure(
-                model, data, [measurement], device=device, seed=settings.seed, progress=watch.measuring_step
+            record = measurement.run(
+                model, data, device=device, seed=settings.seed, progress=watch.measuring_step
             )
+        records.append(record)
         yield about | record | {"versions": versions(), "device": where}
+    if said := not_finite(settings.name, records):
+        watch.note(said)
 
 
 def data_key(settings: Settings) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..._text import nearest
 from ..attacks import KINDS, Attack
 from ..errors import LabError
-from ..predict import Score, score_under
+from ..predict import Score, counted, score_under
 from ..seeds import generator
 from ..texts import flag, one_of, step, within
 from . import Batch, Context, Phase, arguments
@@ -116,7 +116,8 @@ def attacked_score(model: nn.Module, ctx: Context, attack: Attack) -> Score:
     def change(x: Tensor, y: Tensor) -> Tensor:
         return attack(model, x, y, generator=draw)
 
-    return score_under(change, model, x[:_TESTED], y[:_TESTED])
+    with counted():  # of a training that diverges the loop tells once, not each epoch
+        return score_under(change, model, x[:_TESTED], y[:_TESTED])
 
 
 class Adversarial(Classify):
