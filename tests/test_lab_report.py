@@ -412,8 +412,8 @@ def test_runs_without_finite_outputs_are_told_of() -> None:
     assert "finite" not in " ".join(reading(gather(results)))
     for record in results.runs[0].records[:2]:
         record["not_finite"] = {"images": 600, "of": 1000}
-    said = "There was no finite output, which counts as wrong, by no normalization (1 of 3 runs, 1,200 of 2,000 images)."
-    assert said in reading(gather(results))
+    said = "There was no finite output, which counts as wrong, by no normalization (1 of 3 runs, "
+    assert f"{said}1,200 of 2,000 images)." in reading(gather(results))
 
 
 def test_tables_in_other_forms_have_the_same_numbers() -> None:
