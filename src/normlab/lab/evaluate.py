@@ -24,6 +24,7 @@ from torch import nn
 from .._text import nearest, words
 from ..routing import current
 from .attacks import KINDS, Ball
+from .data import check_data
 from .errors import LabError, NotFinite, warn
 from .measurements import (
     MEASUREMENTS,
@@ -41,6 +42,7 @@ from .predict import (
     Mixed,
     accuracy,
     affinity,
+    check_logits,
     counted,
     device_of,
     predict_with,
@@ -86,7 +88,7 @@ class Measurement:
 
     def title(self, data: Data, branches: Sequence[str] = ("main", "aux")) -> str:
         """What is measured on ``data``, in words and with units: ``noise std=1 standardised``."""
-        return title_of(self.kind, self.arguments(data), branches)
+        return title_of(self.kind, self.arguments(data), dict(self.given).get("branches", branches))
 
     @property
     def mixes(self) -> bool:
@@ -103,7 +105,7 @@ class Measurement:
             attack = attack_of(kind, cast(Ball, norm or "linf"), arguments, max(eps))
             attack.check_radius((1.0,) if attack.units == "pixels" else data.std, data.test.x[0].numel())
         if self.mixes:
-            pair_of(model)
+            pair_of(model, dict(self.given).get("branches"))
         elif "branch" in dict(self.given):
             routed(model, dict(self.given)["branch"])
 
@@ -142,7 +144,12 @@ class Measurement:
         scope: AbstractContextManager[Any] = nullcontext() if branch is None else routed(model, branch)
         subject_model = model
         if "mix" in given:
-            subject_model = predict_with(model, weight=given["mix"], of=given.get("of", "probabilities"))
+            subject_model = predict_with(
+                model,
+                branches=given.get("branches"),
+                weight=given["mix"],
+                of=given.get("of", "probabilities"),
+            )
         done = 0
 
         def tell(done: int, total: int) -> None:
@@ -162,7 +169,7 @@ class Measurement:
         with scope, counted() as unanswered:
             _check_classes(subject_model, data)
             result = entry.run(subject, arguments)
-        pair = {"branches": pair_of(model)} if self.mixes else {}
+        pair = {"branches": pair_of(model, given.get("branches"))} if self.mixes else {}
         return {
             "measurement": self.name,
             "title": self.title(data, **pair),
@@ -197,8 +204,9 @@ def _check_classes(model: nn.Module, data: Data) -> None:
     """Before the first pass: on a GPU a label without a logit is an assertion in a kernel."""
     if not len(data.test.y):
         raise LabError(f"{data.name} has no test images to measure on")
+    images = data.test.x[:16]  # batch statistics of one image may not exist
     try:
-        found = predictions(model, data.test.x[:16]).shape[1]  # batch statistics of one image may not exist
+        found = predictions(model, images)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -207,11 +215,7 @@ def _check_classes(model: nn.Module, data: Data) -> None:
             f"{type(model).__name__} cannot take the images of {data.name}, {shape} ({str(error).splitlines()[0]}); "
             "choose the data that it was trained on, or data of that size"
         ) from error
-    if found < len(data.classes):
-        raise LabError(
-            f"{type(model).__name__} has {found} outputs, but {data.name} has {len(data.classes)} classes; "
-            "choose the data that it was trained on"
-        )
+    check_logits(model, found, images, data)
 
 
 def measure(
@@ -235,6 +239,7 @@ def measure(
     if isinstance(measurements, str):
         raise LabError(f"measurements are a list, [{measurements!r}]; got the text {measurements!r}")
     asked = [m if isinstance(m, Measurement) else parse(m) for m in measurements]
+    check_data(data, "measure")
     if (mean is None) != (std is None):
         raise LabError("mean and std belong together; give both or neither")
     if mean is not None and std is not None:
@@ -265,10 +270,11 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "bands": within(1, whole=True),
     "n": within(1, whole=True), "top": within(1, whole=True), "samples": within(0, whole=True), "branch": str,
     "mix": within(0, 1), "of": one_of(*BETWEEN), "weights": within(0, 1), "augmentation": str,
+    "branches": str,
 }  # fmt: skip
 _SHORT = {"severity": "severities", "name": "names", "band": "bands", "stds": "std"}
-_COMMON = ("n", "top", "samples", "branch", "mix", "of")  # every measurement takes these
-_LISTS = ("names", "severities", "bands", "weights")
+_COMMON = ("n", "top", "samples", "branch", "mix", "of", "branches")  # every measurement takes these
+_LISTS = ("names", "severities", "bands", "weights", "branches")
 _CURVES = ("eps", "std")  # a list where the measurement is a curve
 
 
@@ -278,7 +284,8 @@ def parse(text: str) -> Measurement:
     Numbers may be fractions; ``step`` may be ``eps/10``; a list is ``[0.01, 0.03]``. Every measurement also takes ``n``
     (the first n test images, each class as frequent as in the whole), ``top`` (5: the class is among the five highest),
     ``samples`` (how many pictures to keep), ``branch``, and ``mix`` (a weight between two branches, main and aux where
-    the model has those; ``of`` says of what: probabilities, logits or coefficients).
+    the model has those, else the two that ``branches`` names; ``of`` says of what: probabilities, logits or
+    coefficients).
     """
     name, bracket, rest = text.strip().partition("(")
     name = name.strip()
@@ -318,6 +325,10 @@ def _check(found: Measurement, given: Arguments) -> None:
     """What can be known to be wrong without the data."""
     if "mix" in given and "branch" in given:
         raise LabError(f"{found.name}: mix and branch exclude each other; mix is between two branches")
+    if "branches" in given and not found.mixes:
+        raise LabError(f"{found.name}: branches are the two that mix=... is of; one alone is branch=...")
+    if len(given.get("branches", "12")) != 2:
+        raise LabError(f"{found.name}: a mixture is of two branches, branches=[main, aux]")
     if "of" in given and "mix" not in given and not found.kind.startswith("between"):
         raise LabError(
             f"{found.name}: of says what of two branches is mixed and needs mix=..., such as mix=0.5"

@@ -482,24 +482,28 @@ def _title_between(arguments: Arguments) -> str:
     return f"{arguments['of']} between {words(arguments.get('branches', ('main', 'aux')))}"
 
 
+def _pair(subject: Subject, arguments: Arguments) -> tuple[str, str]:
+    return pair_of(subject.model, arguments.get("branches"))
+
+
 def _all_between(subject: Subject, arguments: Arguments, change: Change | None = None) -> list[float]:
     return accuracy_between(
-        subject.model, *subject.data.test, arguments["weights"], of=arguments["of"], change=change,
-        batch_size=subject.batch_size, top=subject.top, seen=lambda first, x: subject.step(),
+        subject.model, *subject.data.test, arguments["weights"], of=arguments["of"], branches=_pair(subject, arguments),
+        change=change, batch_size=subject.batch_size, top=subject.top, seen=lambda first, x: subject.step(),
     )  # fmt: skip
 
 
 def _ends(subject: Subject, arguments: Arguments, values: Sequence[float]) -> dict[str, list[float]]:
     """Each branch alone and half of both, where the curve has the points."""
     at = dict(zip(arguments["weights"], values, strict=True))
-    first, second = pair_of(subject.model)
+    first, second = _pair(subject, arguments)
     names = {0.0: first, 0.5: "half", 1.0: second}
     return {name: [at[weight]] for weight, name in names.items() if weight in at}
 
 
 def _between(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     found = _all_between(subject, arguments)
-    curve = _curve(arguments["weights"], found, f"weight of {pair_of(subject.model)[1]}")
+    curve = _curve(arguments["weights"], found, f"weight of {_pair(subject, arguments)[1]}")
     return curve | {"at": _ends(subject, arguments, found)}
 
 
@@ -515,7 +519,7 @@ def _between_corruptions(subject: Subject, arguments: Arguments) -> dict[str, An
             found.append(_all_between(subject, arguments, change))
     errors = [100 - sum(column) / len(column) for column in zip(*found, strict=True)]
     label = "uCE (%)" if set(arguments["names"]) == set(corruptions.COMMON) else "mean error (%)"
-    x_label = f"weight of {pair_of(subject.model)[1]}"
+    x_label = f"weight of {_pair(subject, arguments)[1]}"
     curve = {"x": list(arguments["weights"]), "y": errors, "x_label": x_label, "y_label": label}
     mean = 100 - sum(errors) / len(errors)
     return {"accuracy": mean, "curve": curve, "at": _ends(subject, arguments, errors)}

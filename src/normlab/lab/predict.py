@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BETWEEN", "Change", "Mixed", "Score", "Unanswered", "accuracy", "accuracy_between", "accuracy_under", "affinity",
-    "among", "answered", "batch_size_for", "counted", "device_of", "predict_with", "predictions", "routed",
-    "score_under", "tell_unanswered", "transfer", "unanswered_words",
+    "among", "answered", "batch_size_for", "check_logits", "counted", "device_of", "predict_with", "predictions",
+    "routed", "score_under", "tell_unanswered", "transfer", "unanswered_words",
 ]  # fmt: skip
 
 Change = Callable[[Tensor, Tensor], Tensor]  # pixels [N, C, H, W] and labels [N] to changed pixels
@@ -43,7 +43,7 @@ def predictions(model: nn.Module, x: Tensor, *, batch_size: int | None = None) -
     """Logits ``[N, K]`` of images, uint8 or pixels in [0, 1], taken to the model's device batch by batch."""
     device = device_of(model)
     with torch.no_grad(), as_found(model):
-        found = [_logits(model, part) for part, _ in _batches(x, x, device, batch_size)]
+        found = [logits_of(model, part) for part, _ in _batches(x, x, device, batch_size)]
     return torch.cat(found) if found else torch.zeros((0, 0), device=device)
 
 
@@ -92,7 +92,7 @@ def score_under(
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, device, batch_size):
             images = part if change is None else change(part, labels)
-            logits = _logits(model, images)
+            logits = logits_of(model, images)
             right, lost = among(logits, labels, top).sum(), (~answered(logits)).sum()
             loss = F.cross_entropy(logits, labels, reduction="sum")
             sums += torch.stack([right.to(sums), loss.to(sums), lost.to(sums)])
@@ -152,14 +152,26 @@ def unanswered_words(who: str, images: int, of: int, where: str = "") -> str:
     )
 
 
-def _logits(model: nn.Module, x: Tensor) -> Tensor:
-    logits = model(x)
+def logits_of(model: nn.Module, x: Tensor) -> Tensor:
+    return check_logits(model, model(x), x).float()
+
+
+def check_logits(model: nn.Module, logits: Any, x: Tensor, data: Data | None = None) -> Tensor:
+    """What a model returned for images, or a sentence about why it is no logits ``[N, K]``, one for each class.
+
+    It looks at shapes alone. On a GPU a label without a logit would be an assertion in a kernel.
+    """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise LabError(
             f"a classifier returns logits [N, K]; {type(model).__name__} returned {got} for {len(x)} images"
         )
-    return logits.float()
+    if data is not None and logits.shape[1] < len(data.classes):
+        raise LabError(
+            f"{type(model).__name__} has {logits.shape[1]} outputs, but {data.name} has {len(data.classes)} classes; "
+            "choose the data that it is made for"
+        )
+    return logits
 
 
 def _batches(x: Tensor, y: Tensor, device: torch.device, size: int | None) -> Iterator[tuple[Tensor, Tensor]]:

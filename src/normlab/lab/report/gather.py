@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ..._text import words
 from ..errors import LabError
 from ..measurements import MEASUREMENTS, SCALARS, Scalar, conditions, mean_of, severity_words
 from ..measurements import title_of as measured_title
@@ -42,7 +43,7 @@ __all__ = ["gather"]
 FIRST = ("norm", "model", "data")  # settings that name a configuration before any other does
 # Measurements that differ in one of these numbers only are points of one curve.
 SIZES = {"eps": ("epsilon", "epsilon"), "std": ("standard deviation of the noise", "noise")}
-WHO = ("branch", "mix", "of")  # arguments that say which of a model's branches is measured
+WHO = ("branch", "mix", "of", "branches")  # arguments that say which of a model's branches is measured
 # What may be drawn of a training, and the keys of the log that have it.
 QUANTITIES = {
     Quantity("train", "loss"): ("train_loss", "loss"), Quantity("test", "loss"): ("test_loss",),
@@ -384,7 +385,8 @@ def branch_of(record: Mapping[str, Any]) -> str:
     """Which branch was measured, or what of both."""
     given = given_to(record)
     if "mix" in given:
-        return f"{given['of']} mixed by {plain(given['mix'])}"
+        pair = f" of {words(given['branches'])}" if "branches" in given else ""
+        return f"{given['of']}{pair} mixed by {plain(given['mix'])}"
     return f"branch {record['branch']}" if "branch" in record else "one branch"
 
 
