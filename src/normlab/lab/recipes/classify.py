@@ -13,7 +13,7 @@ from ...layers import SparseSwitchNorm
 from ...reference import widest
 from ..errors import LabError
 from ..mixing import branches_of
-from ..predict import among
+from ..predict import among, check_logits
 from . import Batch, Context, Phase, Recipe
 
 __all__ = ["RECIPE", "Classify"]
@@ -25,7 +25,7 @@ class Classify(Recipe):
     """Cross entropy, with label smoothing if asked; Fixup's scalars learn at a tenth of the rate."""
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        logits = model(batch.x)  # [B, classes]
+        logits = check_logits(model, model(batch.x), batch.x, ctx.data)  # [B, classes]
         loss = F.cross_entropy(logits, batch.y, label_smoothing=ctx.settings.label_smoothing)
         return {"loss": loss, "train_accuracy": 100 * (logits.argmax(1) == batch.y).float().mean()}
 
