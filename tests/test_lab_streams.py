@@ -610,7 +610,7 @@ def test_settings_that_do_not_go_with_streams(data, values, said):
 
 
 def test_a_model_without_branches_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(LabError, match="no separated layers"):
+    with pytest.raises(LabError, match="norm batch: Classifier has no separated layers"):
         train(
             Settings(data="digits", recipe="streams(main=identity, aux=standard)"),
             tmp_path / "run",

@@ -311,7 +311,10 @@ def _checked_data(
         if network not in built:
             built.add(network)
             model = build_model(settings, data[key])
-            recipe(settings.recipe).check(model)
+            try:
+                recipe(settings.recipe).check(model)
+            except LabError as error:
+                raise LabError(f"norm {settings.norm}: {error}") from None
             for measurement in measurements:
                 measurement.check(model, data[key])
             led().check(settings, model)
