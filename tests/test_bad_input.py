@@ -76,7 +76,7 @@ def centre(m: normlab.Moments) -> normlab.Coefficients:
 
 def traced_by_jit() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and used
+        warnings.simplefilter("ignore")  # it is deprecated, and used
         torch.jit.trace(nn.Sequential(GroupNorm2d(2, 6)), x())
 
 

@@ -321,7 +321,7 @@ def test_unknown_name_and_size() -> None:
         (lambda x, y: (x.float(), y), r"bytes, or pixels in \[0, 1\]; got torch.float32 from 0 to 255"),
         (
             lambda x, y: (x, y.float()),
-            "labels of the test images of toy are whole numbers; got torch.float32",
+            "labels of the test images of toy are whole numbers, int64; got torch.float32",
         ),
         (lambda x, y: (x.numpy(), y.numpy()), "are tensors; got ndarray and ndarray"),
         (lambda x, y: (x[..., :3], y), r"differ in shape, \[1, 4, 4\] and \[1, 4, 3\]"),

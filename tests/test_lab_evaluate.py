@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import normlab
 from normlab.lab import corruptions, fourier
 from normlab.lab.attacks import bim, pgd
 from normlab.lab.data import Data, Images, load, pixels, resize
-from normlab.lab.errors import LabError
+from normlab.lab.errors import LabError, NotFinite
 from normlab.lab.evaluate import (
     MEASUREMENTS,
     Measurement,
@@ -31,10 +31,13 @@ from normlab.lab.evaluate import (
     predictions,
     transfer,
 )
+from normlab.lab.loop import Watcher
 from normlab.lab.measurements import GREY, NATURAL
 from normlab.lab.mixing import mixed_branches
 from normlab.lab.models import Classifier, Standardize, build
 from normlab.lab.seeds import generator
+from normlab.lab.settings import Settings
+from normlab.lab.study import measured
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,94 @@ def test_accuracy_is_the_share_of_right_predictions(model: Classifier, data: Dat
     second = logits.topk(2, 1).indices
     assert accuracy(model, x, y, top=2) == 100 * (second == y[:, None]).any(1).sum().item() / len(y) > want
     assert accuracy(model, x, y, top=99) == 100
+
+
+class Silent(nn.Module):
+    """No number for images of the classes below ``lost``; a class that it does not know is -inf."""
+
+    def __init__(self, lost: int) -> None:
+        super().__init__()
+        self.lost, self.weight = lost, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        label = (x[:, 0, 0, 0] * 255).round().long().clamp(0, 4)
+        logits = self.weight * F.one_hot(label, 5).float()
+        logits = torch.where(torch.arange(5) == 4, -torch.inf, logits)  # a masked class is no missing output
+        return torch.where((label < self.lost)[:, None], torch.nan, logits)
+
+
+def labelled(n: int = 40) -> Data:
+    """Images whose first pixel is their class, 0 to 4."""
+    plain = colours(n)
+    x = torch.zeros(n, 3, 8, 8, dtype=torch.uint8)
+    x[:, :, 0, 0] = plain.test.y[:, None].byte()
+    images = Images(x, plain.test.y)
+    return replace(plain, train=images, test=images)
+
+
+def test_an_image_without_a_finite_output_is_wrong_and_told_of_once() -> None:
+    data, model = labelled(), Silent(2)
+    lost, known = int((data.test.y < 2).sum()), int(((data.test.y >= 2) & (data.test.y < 4)).sum())
+    with pytest.warns(NotFinite) as told:
+        found = measure(model, data, ["clean", "clean(top=4)", "low-pass(bands=[8], n=20)"], batch_size=7)
+    (said,) = {str(w.message) for w in told}
+    assert said.startswith(
+        f"Silent gave no finite output for {2 * lost + found[2]['not_finite']['images']} of 100 images"
+    )
+    assert "in clean, clean(top=4) and low-pass(bands=[8], n=20); they count as wrong" in said
+    assert told[0].filename == __file__
+    assert found[0]["accuracy"] == 100 * known / 40 and found[0]["not_finite"] == {"images": lost, "of": 40}
+    assert (
+        found[1]["accuracy"] == 100 * known / 40
+    )  # top-4 of logits that are not numbers is not right either
+    with pytest.warns(NotFinite, match=f"{lost} of 40"):
+        assert accuracy(model, *data.test) == 100 * known / 40
+    with pytest.warns(NotFinite, match="1,360 of 1,360"):  # 34 waves
+        assert fourier.heat_map(Silent(5), data).eq(1).all()
+    (fine,) = measure(Silent(0), data, ["clean"])  # without a warning
+    assert "not_finite" not in fine and fine["accuracy"] == 100 * int((data.test.y < 4).sum()) / 40
+
+
+def test_a_mixture_of_branches_without_a_finite_output_is_told_of() -> None:
+    model = two_branches(data := colours())
+    for layer in model.modules():
+        if isinstance(layer, normlab.AuxiliaryBatchNorm2d):
+            layer.branch_bias["aux"].data.fill_(torch.nan)
+    with pytest.warns(
+        NotFinite, match=f"gave no finite output for {len(data.test.y)} of {2 * len(data.test.y)} images"
+    ):
+        (found,) = measure(model, data, ["between(weights=[0, 1])"])
+    assert found["curve"]["y"][1] == 0
+
+
+@pytest.mark.parametrize("text", ["clean", "low-pass(bands=[2, 3])", "fourier(n=8)"])
+def test_the_device_is_not_asked_once_a_batch(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data, asked = Silent(0), labelled(), []
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "cpu"):
+        plain = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, *a, plain=plain: asked.append(1) or plain(self, *a))
+    counts = []
+    for size in (40, 4):
+        asked.clear()
+        measure(model, data, [text], batch_size=size)
+        counts.append(len(asked))
+    assert counts[0] == counts[1]
+
+
+def test_a_study_notes_outputs_that_are_not_finite_once_a_run() -> None:
+    class Notes(Watcher):
+        said: ClassVar[list[str]] = []
+
+        def note(self, sentence: str) -> None:
+            self.said.append(sentence)
+
+    asked = [parse("clean"), parse("noise(samples=0)")]
+    records = list(
+        measured(cast(Any, Silent(5)), labelled(), Settings(), asked, Notes(), torch.device("cpu"))
+    )
+    assert [r["accuracy"] for r in records] == [0, 0]
+    (said,) = Notes.said
+    assert said.startswith(f"{Settings().name} gave no finite output for ") and "in clean and noise" in said
 
 
 def test_a_transferred_attack_is_made_on_the_source(model: Classifier, data: Data) -> None:

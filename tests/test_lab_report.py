@@ -13,6 +13,7 @@ import shutil
 import statistics
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html import escape, unescape
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+
+import normlab
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -28,7 +32,7 @@ from normlab.lab.errors import LabError
 from normlab.lab.report import Comparison, ComparisonRow, figures, terminal, write_report
 from normlab.lab.report.gather import gather
 from normlab.lab.report.palette import COLOURS
-from normlab.lab.report.view import Cell, Column, cell, gap
+from normlab.lab.report.view import Cell, Column, Quantity, cell, gap
 from normlab.lab.report.words import reading, show
 from normlab.lab.results import Results, Run
 from normlab.lab.settings import Settings
@@ -315,6 +319,83 @@ def test_corruptions_stand_at_their_severities_and_by_their_branch(tmp_path: Pat
     assert "<span>snow, severity 3, branch aux</span>" in text
 
 
+def test_corruptions_are_told_apart_by_their_arguments_whatever_their_titles_say() -> None:
+    given: list[dict[str, Any] | None] = [
+        {}, {"branch": "aux"}, {"mix": 0.5}, {"mix": 0.5, "of": "probabilities", "samples": 0}, {"mix": 0.25},
+        {"mix": 0.5, "of": "logits"}, {"n": 300}, {"top": 5}, {"severities": [2]}, None, None,
+    ]  # fmt: skip
+
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        found = []
+        for k, own in enumerate(given):
+            arguments = None if own is None else {"names": [f"corruption {k}"], "severities": [1, 2]} | own
+            steps = 1 if own and "severities" in own else 2
+            found.append({"measurement": f"corruptions {k}", "title": "one title, severity 9", "kind": "corruptions",
+                          "accuracy": 50.0, "arguments": arguments, "branches": ["main", "aux"],
+                          "corruptions": {f"corruption {k}": [float(k)] * steps}})  # fmt: skip
+        return found
+
+    found = gather(made_up(("auxiliary",), 1, records)).corruptions
+    assert {str(where): [c.title for c in columns] for where, columns in found.items()} == {
+        "severity 1 to 2": ["corruption 0"],
+        "severity 1 to 2 branch aux": ["corruption 1"],
+        "severity 1 to 2 main and aux mixed by 0.5": [
+            "corruption 2",
+            "corruption 3",
+        ],  # the same, said in full
+        "severity 1 to 2 main and aux mixed by 0.25": ["corruption 4"],
+        "severity 1 to 2 logits of main and aux mixed by 0.5": ["corruption 5"],
+        "severity 1 to 2 n=300": ["corruption 6"],
+        "severity 1 to 2 top-5": ["corruption 7"],
+        "severity 2": ["corruption 8"],
+        "corruptions 9": ["corruption 9"],  # without arguments nobody knows what two records share
+        "corruptions 10": ["corruption 10"],
+    }
+
+
+def test_a_curve_stands_in_the_section_of_its_kind_and_a_scalar_is_better_as_declared() -> None:
+    curve = {"x": [0.0, 1.0], "y": [9.0, 8.0], "x_label": "noise eps bandwidth", "y_label": "anything"}
+
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        kinds = {
+            "pgd-l2-curve": {},
+            "noise-curve": {},
+            "low-pass": {},
+            "between": {},
+            "home-made": {},
+            "": {},
+        }
+        scalars = {"uCE over 15": 9.0, "affinity": -2.0, "error correcting score": 3.0}
+        return [
+            {"measurement": f"m{k}", "accuracy": 8.5, "curve": curve, **({"kind": kind} if kind else {})}
+            for k, kind in enumerate(kinds)
+        ] + [{"measurement": "clean", "kind": "clean", "accuracy": 90.0, "scalars": scalars}]
+
+    view = gather(made_up(("batch",), 1, records))
+    assert [c.kind for c in view.curves] == ["epsilon", "noise", "bandwidth", "between", "other", "other"]
+    assert [c.percent for c in view.curves] == [True] * 4 + [False] * 2
+    known = {c.title: (c.unit, c.higher) for c in view.columns}
+    assert known["uCE over 15"] == ("% error", False) and known["affinity"] == ("points", True)
+    assert known["error correcting score"] == ("", True)
+
+
+def test_a_record_says_which_branches_it_mixes() -> None:
+    from normlab.lab.data import load
+    from normlab.lab.evaluate import measure
+
+    data = load("digits").subset(test=12)
+    names = ("clean", "adversarial")
+    layers = [nn.Flatten(), nn.Unflatten(1, (1, 8, 8)), normlab.AuxiliaryBatchNorm2d(1, names), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(64, 10)).eval()
+    text = "corruptions(names=[fog, snow], severities=[1, 3], mix=0.5, samples=0)"
+    (record,) = measure(model, data, [text])
+    assert record["branches"] == list(names) and record["arguments"]["mix"] == 0.5
+    run = Run(Settings(), Path("x"), [], json.loads(json.dumps([record])))
+    (where,) = gather(Results(Study(), [run])).corruptions
+    assert str(where) == "severity 1 and 3 clean and adversarial mixed by 0.5"
+    assert record["title"] == f"fog and snow, {where}"
+
+
 def test_long_names_of_a_map_do_not_meet() -> None:
     makers = ("standard", "cutout(size=8)", "autoaugment(cutout=8)", "randaugment(n=2, m=4, cutout=8)")
     recipes = [f"augmented({m})" for m in makers]
@@ -324,6 +405,15 @@ def test_long_names_of_a_map_do_not_meet() -> None:
     drawn = figures.grid_map(found, (0.0, 100.0))
     assert ">sandwich_auxiliary(init_std=0.02)<" not in drawn  # in lines that a column has room for
     assert max(len(t) for t in re.findall(r">([^<]*init_std[^<]*|sandwich[^<]*)</text>", drawn)) <= 12
+
+
+def test_runs_without_finite_outputs_are_told_of() -> None:
+    results = made_up(("none", "batch"), 3)
+    assert "finite" not in " ".join(reading(gather(results)))
+    for record in results.runs[0].records[:2]:
+        record["not_finite"] = {"images": 600, "of": 1000}
+    said = "There was no finite output, which counts as wrong, by no normalization (1 of 3 runs, "
+    assert f"{said}1,200 of 2,000 images)." in reading(gather(results))
 
 
 def test_tables_in_other_forms_have_the_same_numbers() -> None:
@@ -524,7 +614,7 @@ def branched_records(settings: Settings, rng: random.Random) -> list[dict[str, A
     def heat(name: str, title: str, branch: str, value: float, given: Any) -> dict[str, Any]:
         grid = {"values": [[value, value], [value, 40.0]]}
         return {"measurement": name, "title": title, "kind": "fourier", "accuracy": 50.0, "branch": branch,
-                "arguments": {"size": 8.0} | given, "grid": grid}  # fmt: skip
+                "arguments": {"size": 8.0, "n": 9} | given, "grid": grid}  # fmt: skip
 
     return [
         heat("fourier(branch=main)", "fourier heat map size=8 branch main n=9", "main", 10.0, {"branch": "main"}),
@@ -536,10 +626,13 @@ def branched_records(settings: Settings, rng: random.Random) -> list[dict[str, A
 
 def test_two_branches_have_their_curves_and_their_maps_side_by_side(tmp_path: Path) -> None:
     results = made_up(("auxiliary", "batch"), 2, records=branched_records)
-    for run in results.runs:
-        for line in run.history if run.settings.norm == "auxiliary" else ():
-            line |= {"main_loss": 0.5, "aux_loss": 1.5, "aux_train_accuracy": 40.0}
-            line |= {"aux_accuracy": 60.0, "aux_test_loss": 1.0}
+    for k, run in enumerate(results.runs):
+        if run.settings.norm == "auxiliary":
+            streams = run.settings.with_(recipe="streams(main=standard, aux=cutout(size=8))")
+            results.runs[k] = replace(run, settings=streams)
+            for line in run.history:
+                line |= {"main_loss": 0.5, "aux_loss": 1.5, "aux_train_accuracy": 40.0}
+                line |= {"aux_accuracy": 60.0, "aux_test_loss": 1.0}
     view = gather(results)
     (found,) = view.heat_maps
     assert found.title == "fourier heat map size=8 n=9"
@@ -550,8 +643,8 @@ def test_two_branches_have_their_curves_and_their_maps_side_by_side(tmp_path: Pa
     own = {
         "train loss of main", "train loss of aux", "train accuracy of aux", "test accuracy of aux", "test loss of aux"
     }  # fmt: skip
-    assert set(two.lines) - set(one.lines) == own
-    assert two.lines["train loss of main"][0][1][0] == 0.5
+    assert {str(q) for q in set(two.lines) - set(one.lines)} == own
+    assert two.lines[Quantity("train", "loss", "main")][0][1][0] == 0.5
     page = write_report(results, tmp_path / "report.html")
     assert "between" in sections(page) and "other" not in sections(page)
     text = page.read_text()

@@ -14,10 +14,11 @@ from normlab.lab.reproduce.base import Context
 from normlab.lab.reproduce.batch_group import adversarial, sizes
 from normlab.lab.reproduce.batch_sizes import Workers, with_ghost
 from normlab.lab.reproduce.grid import Cells, settings_for
-from normlab.lab.reproduce.outcomes import curves, log_axis
+from normlab.lab.reproduce.outcomes import curves
 from normlab.lab.reproduce.sandwich.adversarial import TABLE_3, TABLE_4
 from normlab.lab.reproduce.switchable import sizes as switchable
 from normlab.lab.reproduce.weak_augment import common, figures, paper
+from normlab.lab.results import Run
 
 OTHERS = ("weak-augment-", "sandwich-table", "batch-group-table", "switchable-table")
 ENTRIES = {name: entry for name, entry in reproduce.entries().items() if name.startswith(OTHERS)}
@@ -236,6 +237,38 @@ def test_pictures_of_curves_can_be_read():
     picture = curves([(title, "epoch", "loss", seeds) for title in "abcd"])
     assert picture.axes[0].get_gridspec().get_geometry() == (2, 2)  # four in a row would be small print
     assert picture.get_supxlabel() == "lines are means of 2 seeds, bands from the lowest to the highest"
-    log_axis(picture.axes[0], (16, 4, 2))
-    assert [t.get_text() for t in picture.axes[0].get_xticklabels()] == ["16", "4", "2"]
     plt.close(picture)
+
+
+def test_pictures_over_sizes_have_the_standard_errors_of_the_table(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    def run_grid(ctx, grid, seeds):  # a seed more at each case, so that the first has no standard error
+        def run(case, seed):
+            weights = {"layer": {"instance": (0.1 * seed, 0.2), "batch/ghost=16": (0.3, 0.4)}}
+            record = {"measurement": "clean", "accuracy": 90.0 + seed**2}
+            return Run(grid.settings(case, seed), tmp_path, [{"importance": weights}], [record])
+
+        runs = {c.label: [run(c, s) for s in range(k % 3 + 1)] for k, c in enumerate(grid.cases)}
+        return Cells(grid, runs, {}, [])
+
+    pictures = []
+    monkeypatch.setattr("normlab.lab.reproduce.batch_sizes.run_grid", run_grid)
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    monkeypatch.setattr("normlab.lab.reproduce.outcomes.save_figure", lambda f, *a: plt.close(f) or tmp_path)
+    for module in ("batch_group", "switchable"):
+        save = f"normlab.lab.reproduce.{module}.sizes.save_figure"
+        monkeypatch.setattr(save, lambda f, *a: pictures.append(f) or tmp_path)
+    for name, tables in (("batch-group-table1", 1), ("batch-group-table2", 1), ("switchable-table2", 2)):
+        found = reproduce.run(name, tmp_path, device="cpu").comparisons[:tables]
+        picture = pictures.pop()
+        for ax, table in zip(picture.axes, found, strict=True):
+            ends = [part[:, 1] for line in ax.containers for part in line[2][0].get_segments() if len(part)]
+            bars = [(high - low) / 2 for low, high in ends]
+            assert sorted(bars) == pytest.approx(sorted(r.error for r in table.rows if r.error is not None))
+            means = [y for line in ax.containers for y in line[0].get_ydata()]
+            assert sorted(means) == pytest.approx(sorted(r.mean for r in table.rows))
+            assert bars
+        assert {r.n for r in found[0].rows} == {1, 2, 3}
+        assert picture.get_supxlabel().startswith("means of 1 to 3 seeds and their standard errors")
+        plt.close(picture)

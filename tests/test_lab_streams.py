@@ -3,7 +3,7 @@
 import copy
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from normlab import convert, route
 from normlab.lab import Data, Images, Settings, build, fit, load, measure, train
-from normlab.lab.attacks import bim
+from normlab.lab.attacks import bim, pgd
 from normlab.lab.cli import main
 from normlab.lab.errors import LabError
 from normlab.lab.evaluate import parse, predict_with
@@ -26,6 +26,7 @@ from normlab.lab.recipes.makers import Part, cross_entropy, parse_maker
 from normlab.lab.recipes.streams import two_streams
 from normlab.lab.seeds import generator
 from normlab.lab.store import read_lines
+from normlab.lab.study import load_model
 
 SEPARATED = [
     "auxiliary", "sandwich_auxiliary", "auxiliary(shared_affine=True)", 'separated("batch_group(4)")',
@@ -173,10 +174,10 @@ def test_attack_goes_through_the_aux_branch(data):
         last.branch_weight["aux"].zero_()
     streams = streams_of("streams(main=identity, aux=bim(eps=0.1, units=pixels, steps=2))")
     parts = [p._replace(x=p.x.float(), weight=p.weight.float()) for p in parts_of(data)]
-    found = streams._attacked(model, parts, torch.Generator())
+    found = streams._attacked(model, parts, torch.Generator(), data)
     assert torch.equal(found[1].x, parts[1].x) and found[0] is parts[0]
     other = streams_of("streams(aux=identity, main=bim(eps=0.1, units=pixels, steps=2))")
-    moved = other._attacked(model, parts, torch.Generator())[1].x - parts[1].x
+    moved = other._attacked(model, parts, torch.Generator(), data)[1].x - parts[1].x
     assert moved.abs().amax() == pytest.approx(0.1, abs=1e-6)
 
 
@@ -487,6 +488,12 @@ def test_bad_recipes_are_refused_in_a_sentence(data, text, norm, said):
         (lambda x, y, data, draw: x.float(), "made pixels from 0 to 255; expected floats in [0, 1]"),
         (lambda x, y, data, draw: x / 255 - 0.5, "made pixels from -0.5 to 0.5"),
         (lambda x, y, data, draw: x.long(), "made images of torch.int64"),
+        (
+            lambda x: x,
+            "the stream aux is made by <lambda>, which does not take images, labels, data and generator",
+        ),
+        (nn.Flatten(), "the stream aux is made by Flatten, which does not take images"),
+        ("pgdd(eps=0.1)", "no augmentation or attack 'pgdd' to make the stream aux; did you mean 'pgd'?"),
     ],
 )
 def test_bad_makers_are_refused_in_a_sentence(data, maker, said):
@@ -494,6 +501,99 @@ def test_bad_makers_are_refused_in_a_sentence(data, maker, said):
         fit(build("small", data, "auxiliary", seed=0, width=4), data, Settings(data="digits"),
             recipe=two_streams(main="identity", aux=maker))  # fmt: skip
     assert said in str(error.value)
+
+
+def own_net(branches=("main", "aux"), outputs: int = 10) -> nn.Module:
+    """A network of a user's own, which does not say by what it standardises."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, outputs)
+    )
+    return convert(plain, "auxiliary", branches=branches)
+
+
+def test_an_attack_may_be_an_object_and_its_standardised_units_those_of_the_data(data):
+    def trained(aux: Any) -> Any:
+        model = own_net()
+        line = fit(model, data, Settings(epochs=1), recipe=two_streams(main="identity", aux=aux)).epochs[0]
+        return {k: v for k, v in line.items() if k != "seconds"}
+
+    assert len(set(data.std)) == 1
+    told, grey = trained("pgd(eps=0.5, units=standardised, steps=2)"), 0.5 * data.std[0]
+    assert trained(pgd(eps=0.5, units="standardised", steps=2)) == told
+    assert told["attacked_test_loss"] > told["aux_test_loss"]
+    inside = trained(pgd(eps=grey, units="pixels", steps=2))
+    assert {k: pytest.approx(v, rel=1e-4) for k, v in inside.items()} == told
+    alone = Adversarial(pgd(eps=0.5, units="standardised", steps=2))
+    assert fit(build("linear", data, "none", seed=0), data, Settings(epochs=1), recipe=alone).epochs
+
+
+def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
+    streams, x, y = two_streams(main="identity", aux="randaugment"), data.train.x[:8], data.train.y[:8]
+
+    def loss(images: Any, model: nn.Module | None = None, source: Any = data, draw: Any = None) -> float:
+        seeded = torch.Generator().manual_seed(0) if draw is None else draw
+        return streams.loss(model or own_net(), images, y, source, seeded)["loss"].item()
+
+    assert loss(x) == pytest.approx(loss(x / 255), rel=1e-5)
+    whole = replace(data, train=Images(data.train.x / 255, data.train.y))  # such data are trained on too
+    assert fit(own_net(), whole, Settings(epochs=1), recipe=streams).epochs[0]["loss"] < 4
+    for call, said in (
+        (lambda: loss(x / 255 - 0.5), "the stream main is given pixels from -0.5 to 0.5"),
+        (lambda: loss(x, source=(x, y)), "loss() takes normlab.lab.Data; got tuple"),
+        (lambda: loss(x, draw=0), "the draws of makers need a torch.Generator; got int"),
+        (lambda: loss(x, nn.Linear(2, 2)), "Linear has no separated layers for the streams main and aux"),
+        (lambda: loss(x, own_net(("main", "adv"))), "branches=['main', 'aux'])"),
+        (lambda: loss(x, own_net(outputs=3)), "Sequential has 3 outputs, but digits has 10 classes"),
+        (
+            lambda: two_streams(main="identity", aux="cutout", separated=cast(Any, "false")),
+            "is True or False",
+        ),
+        (
+            lambda: recipe("streams(main=flip, aux=cutout, seperated=false)"),
+            "Is seperated meant as forward or",
+        ),
+        (
+            lambda: recipe("streams(flip, cutout)"),
+            "two values without a name, flip and cutout; write name=value",
+        ),
+    ):
+        with pytest.raises(LabError) as error:
+            call()
+        assert said in str(error.value)
+
+
+def test_two_of_three_branches_are_named(data):
+    model = own_net(("a", "b", "c"))
+    fit(model, data, Settings(epochs=1), recipe=two_streams(a="identity", c="cutout"))
+    with pytest.raises(LabError, match=r"this model has a, b and c; name two of them, branches=\[a, b\]"):
+        measure(model, data, ["clean(mix=0.5)"])
+    texts = ["clean(branch=a)", "clean(branch=c)", "clean(mix=1, branches=[a, c])",
+             "between(weights=[0, 1], branches=[a, c])", "fourier(n=4, mix=0.5, branches=[a, c])"]  # fmt: skip
+    a, c, mixed, between, fourier = measure(model, data, texts)
+    assert mixed["accuracy"] == c["accuracy"] and between["curve"]["y"] == [a["accuracy"], c["accuracy"]]
+    assert between["title"] == "probabilities between a and c" and set(between["at"]) == {"a", "c"}
+    assert mixed["branches"] == ["a", "c"] and fourier["title"].endswith("a and c mixed by 0.5 n=4")
+    for text, said in (
+        ("clean(branches=[a, c])", "one alone is branch="),
+        ("clean(mix=0.5, branches=[a, b, c])", "a mixture is of two branches"),
+        ("clean(mix=0.5, branches=[a, d])", "no branch 'd'"),
+    ):
+        with pytest.raises(LabError, match=said):
+            measure(model, data, [text])
+
+
+def test_weights_of_ones_own_network_are_found_again(data, tmp_path):
+    streams = two_streams(main="identity", aux="cutout")
+    fit(own_net(), data, Settings(epochs=1, data="digits"), recipe=streams, folder=tmp_path)
+    with pytest.raises(LabError, match=r"where fit\(\) trained one of your own, load them into it"):
+        load_model(tmp_path)
+    with pytest.raises(
+        LabError, match=r"other settings \(epochs was 1 and is 2 now\); choose another folder"
+    ):
+        fit(own_net(), data, Settings(epochs=2, data="digits"), recipe=streams, folder=tmp_path)
+    with pytest.raises(LabError, match=r"Settings\(recipe='streams\(main=flip, aux=cutout\)'\)"):
+        fit(own_net(), data, Settings(), recipe=cast(Any, "streams(main=flip, aux=cutout)"))
 
 
 @pytest.mark.parametrize(
@@ -510,7 +610,7 @@ def test_settings_that_do_not_go_with_streams(data, values, said):
 
 
 def test_a_model_without_branches_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(LabError, match="no separated layers"):
+    with pytest.raises(LabError, match="norm batch: Classifier has no separated layers"):
         train(
             Settings(data="digits", recipe="streams(main=identity, aux=standard)"),
             tmp_path / "run",
@@ -560,9 +660,17 @@ def test_data_that_do_not_fit_together_are_refused(data):
         replace(data, train=Images(data.train.x, data.train.y[:5]))
     with pytest.raises(LabError, match="a std of 2 values"):
         replace(data, std=(0.1, 0.2))
-    late = replace(data, train=Images(data.train.x, data.train.y + 1))
-    with pytest.raises(LabError, match="labels from 1 to 10 and 10 classes"):
-        fit(build("small", data, "batch", seed=0, width=4), late, Settings(data="digits", epochs=1))
+    with pytest.raises(
+        LabError, match="training images of digits have labels from 1 to 10, and there are 10 classes"
+    ):
+        replace(data, train=Images(data.train.x, data.train.y + 1))
+    with pytest.raises(LabError, match=r"whole numbers, int64; got torch.int32; y.long\(\)"):
+        replace(data, test=Images(data.test.x, data.test.y.int()))
+    with pytest.raises(LabError, match=r"got ndarray and ndarray; torch.as_tensor"):
+        replace(data, test=Images(cast(Any, data.test.x.numpy()), cast(Any, data.test.y.numpy())))
+    with pytest.raises(LabError, match=r"fit\(\) takes normlab.lab.Data; got Images"):
+        fit(build("small", data, "batch", seed=0, width=4), cast(Any, data.train), Settings())
+    assert repr(data) == "Data('digits', 160 training and 80 test images of 1 x 8 x 8, 10 classes)"
 
 
 def test_statistics_of_branches_by_the_name_of_their_layer():

@@ -251,12 +251,12 @@ def evaluate(
     with _console().status("") as status:
         for one in asked:
             status.update(one.name)
-            records += measuring.measure(
-                net, images, [one], device=place, seed=seed, batch_size=batch_size or None
-            )
+            records.append(one.run(net, images, device=place, seed=seed, batch_size=batch_size or None))
             if out is not None:
                 append_line(out, records[-1] | {"data": images.name, "versions": versions()})
     _print_records(records)
+    if said := measuring.not_finite(str(checkpoint or module or model), records):
+        _console().print(said, markup=False, highlight=False)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from .._text import nearest
 from .errors import LabError
 from .readers import SOURCES, Images, Parts, Source, read_folder
 
-__all__ = ["NAMES", "Data", "Images", "augment", "load", "pixels", "resize"]
+__all__ = ["NAMES", "Data", "Images", "augment", "check_data", "load", "pixels", "resize"]
 
 NAMES: dict[str, str] = {name: source.about for name, source in SOURCES.items()} | {
     "folder:PATH": "your own images: train/ and test/ with a folder for each class, or such folders alone"
@@ -46,6 +46,11 @@ class Data:
             _check_images(f"the {what} images of {self.name}", x, y)
             if len(x) != len(y):
                 raise LabError(f"{self.name} has {len(x):,} {what} images and {len(y):,} labels for them")
+            low, high = (int(v) for v in y.aminmax()) if len(y) else (0, 0)
+            if low < 0 or high >= len(self.classes) > 0:  # on a GPU it would be an assertion in a kernel
+                raise LabError(f"the {what} images of {self.name} have labels from {low} to {high}, and there are "
+                               f"{len(self.classes)} classes; expected labels from 0 to {len(self.classes) - 1}"
+                               )  # fmt: skip
         if self.train.x.shape[1:] != self.test.x.shape[1:]:
             shapes = " and ".join(str(list(part.x.shape[1:])) for part in (self.train, self.test))
             raise LabError(
@@ -55,6 +60,11 @@ class Data:
             if len(values) not in (1, self.channels):
                 raise LabError(f"{self.name} has images of {self.channels} channels and a {what} of {len(values)} "
                                "values; expected one for each channel")  # fmt: skip
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.test.x.shape[1:]))
+        return (f"Data({self.name!r}, {len(self.train.y):,} training and {len(self.test.y):,} test images of {shape}, "
+                f"{len(self.classes)} classes)")  # fmt: skip
 
     @property
     def channels(self) -> int:
@@ -78,16 +88,26 @@ class Data:
 
 def _check_images(what: str, x: Tensor, y: Tensor) -> None:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise LabError(f"{what} and their labels are tensors; got {type(x).__name__} and {type(y).__name__}")
+        got = f"{type(x).__name__} and {type(y).__name__}"
+        raise LabError(
+            f"{what} and their labels are tensors; got {got}; torch.as_tensor(...) makes them of arrays"
+        )
     if x.dim() != 4 or y.dim() != 1:
         raise LabError(
             f"{what} are [N, C, H, W] and their labels [N]; got {list(x.shape)} and {list(y.shape)}"
         )
-    if y.is_floating_point() or y.dtype == torch.bool:
-        raise LabError(f"labels of {what} are whole numbers; got {y.dtype}")
+    if y.dtype != torch.int64:
+        raise LabError(f"labels of {what} are whole numbers, int64; got {y.dtype}; y.long() makes them so")
     if x.is_floating_point() and x.numel() and not (x.amin() >= 0 and x.amax() <= 1):
         low, high = x.amin().item(), x.amax().item()
         raise LabError(f"{what} are bytes, or pixels in [0, 1]; got {x.dtype} from {low:g} to {high:g}")
+
+
+def check_data(data: object, function: str) -> None:
+    """Say so where something else is given in place of a :class:`Data`."""
+    if not isinstance(data, Data):
+        raise LabError(f"{function}() takes normlab.lab.Data; got {type(data).__name__}. Of images and labels of your "
+                       "own it is Data(name, Images(x, y), Images(x, y), classes, mean, std)")  # fmt: skip
 
 
 def _first(images: Images, number: int | None, what: str) -> Images:

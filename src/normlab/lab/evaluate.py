@@ -13,9 +13,9 @@ text names (``clean(branch=aux)``), else the one that is routed where :func:`mea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,20 +23,33 @@ from torch import nn
 
 from .._text import nearest, words
 from ..routing import current
-from .attacks import KINDS, Ball, shown
-from .errors import LabError
-from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions
+from .attacks import KINDS, Ball
+from .data import check_data
+from .errors import LabError, NotFinite, warn
+from .measurements import (
+    MEASUREMENTS,
+    Arguments,
+    Budget,
+    Subject,
+    attack_of,
+    budget,
+    open_corruptions,
+    title_of,
+)
 from .mixing import pair_of
 from .predict import (
     BETWEEN,
     Mixed,
     accuracy,
     affinity,
+    check_logits,
+    counted,
     device_of,
     predict_with,
     predictions,
     routed,
     transfer,
+    unanswered_words,
 )
 from .texts import flag, one_of, split, step, target, within, written
 
@@ -44,8 +57,8 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "affinity", "budget", "measure", "parse",
-    "parse_list", "predict_with", "predictions", "transfer",
+    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "affinity", "budget", "measure", "not_finite",
+    "parse", "parse_list", "predict_with", "predictions", "transfer",
 ]  # fmt: skip
 
 Progress = Callable[[str, int, int], None]  # the measurement, batches done, batches in all
@@ -75,18 +88,7 @@ class Measurement:
 
     def title(self, data: Data, branches: Sequence[str] = ("main", "aux")) -> str:
         """What is measured on ``data``, in words and with units: ``noise std=1 standardised``."""
-        given = dict(self.given)
-        words_ = [MEASUREMENTS[self.kind].title(self.arguments(data) | {"branches": branches})]
-        if "top" in given:
-            words_.append(f"top-{given['top']}")
-        if "branch" in given:
-            words_.append(f"branch {given['branch']}")
-        if "mix" in given:
-            what = "" if given.get("of", "probabilities") == "probabilities" else f"{given['of']} of "
-            words_.append(f"{what}{words(branches)} mixed by {shown(given['mix'])}")
-        if "n" in given:
-            words_.append(f"n={given['n']}")
-        return " ".join(words_)
+        return title_of(self.kind, self.arguments(data), dict(self.given).get("branches", branches))
 
     @property
     def mixes(self) -> bool:
@@ -103,7 +105,7 @@ class Measurement:
             attack = attack_of(kind, cast(Ball, norm or "linf"), arguments, max(eps))
             attack.check_radius((1.0,) if attack.units == "pixels" else data.std, data.test.x[0].numel())
         if self.mixes:
-            pair_of(model)
+            pair_of(model, dict(self.given).get("branches"))
         elif "branch" in dict(self.given):
             routed(model, dict(self.given)["branch"])
 
@@ -125,7 +127,10 @@ class Measurement:
         batch_size: int | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """The record: measurement, title, kind, n, accuracy, arguments, seconds, and a curve, a grid or samples."""
+        """The record: measurement, title, kind, n, accuracy, arguments, seconds, and a curve, a grid or samples.
+
+        Where the model gave no finite output, ``not_finite`` says for how many images, and of how many.
+        """
         here = device_of(model)
         if device is not None and torch.device(device).type != here.type:
             raise LabError(
@@ -139,7 +144,12 @@ class Measurement:
         scope: AbstractContextManager[Any] = nullcontext() if branch is None else routed(model, branch)
         subject_model = model
         if "mix" in given:
-            subject_model = predict_with(model, weight=given["mix"], of=given.get("of", "probabilities"))
+            subject_model = predict_with(
+                model,
+                branches=given.get("branches"),
+                weight=given["mix"],
+                of=given.get("of", "probabilities"),
+            )
         done = 0
 
         def tell(done: int, total: int) -> None:
@@ -156,18 +166,21 @@ class Measurement:
         )
         total = subject.batches() * entry.points(arguments)
         start = time.perf_counter()
-        with scope:
+        with scope, counted() as unanswered:
             _check_classes(subject_model, data)
             result = entry.run(subject, arguments)
+        pair = {"branches": pair_of(model, given.get("branches"))} if self.mixes else {}
         return {
             "measurement": self.name,
-            "title": self.title(data, pair_of(model)) if self.mixes else self.title(data),
+            "title": self.title(data, **pair),
             "kind": self.kind,
             "n": len(data.test.y),
             "arguments": {k: _plain(v) for k, v in arguments.items()},
             "seed": seed,
             **({} if branch is None else {"branch": branch}),
+            **{k: list(v) for k, v in pair.items()},
             **result,
+            **({"not_finite": asdict(unanswered)} if unanswered.images else {}),
             "seconds": round(time.perf_counter() - start, 3),
         }
 
@@ -191,8 +204,9 @@ def _check_classes(model: nn.Module, data: Data) -> None:
     """Before the first pass: on a GPU a label without a logit is an assertion in a kernel."""
     if not len(data.test.y):
         raise LabError(f"{data.name} has no test images to measure on")
+    images = data.test.x[:16]  # batch statistics of one image may not exist
     try:
-        found = predictions(model, data.test.x[:16]).shape[1]  # batch statistics of one image may not exist
+        found = predictions(model, images)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -201,11 +215,7 @@ def _check_classes(model: nn.Module, data: Data) -> None:
             f"{type(model).__name__} cannot take the images of {data.name}, {shape} ({str(error).splitlines()[0]}); "
             "choose the data that it was trained on, or data of that size"
         ) from error
-    if found < len(data.classes):
-        raise LabError(
-            f"{type(model).__name__} has {found} outputs, but {data.name} has {len(data.classes)} classes; "
-            "choose the data that it was trained on"
-        )
+    check_logits(model, found, images, data)
 
 
 def measure(
@@ -229,6 +239,7 @@ def measure(
     if isinstance(measurements, str):
         raise LabError(f"measurements are a list, [{measurements!r}]; got the text {measurements!r}")
     asked = [m if isinstance(m, Measurement) else parse(m) for m in measurements]
+    check_data(data, "measure")
     if (mean is None) != (std is None):
         raise LabError("mean and std belong together; give both or neither")
     if mean is not None and std is not None:
@@ -236,7 +247,18 @@ def measure(
 
         model = Classifier(Standardize(mean, std).to(device_of(model)), model)
     options: dict[str, Any] = {"device": device, "seed": seed, "batch_size": batch_size, "progress": progress}
-    return [m.run(model, data, **options) for m in asked]
+    records = [m.run(model, data, **options) for m in asked]
+    if said := not_finite(type(model).__name__, records):
+        warn(said, NotFinite)
+    return records
+
+
+def not_finite(who: str, records: Iterable[Mapping[str, Any]]) -> str:
+    """A sentence about images for which a model gave no finite output; empty where there are none."""
+    found = {r["measurement"]: r["not_finite"] for r in records if r.get("not_finite")}
+    images, of = (sum(v[k] for v in found.values()) for k in ("images", "of"))
+    where = words(found) if len(found) < 4 else f"{len(found)} measurements"
+    return unanswered_words(who, images, of, f" in {where}") if found else ""
 
 
 # One reader for each argument, whichever measurement takes it.
@@ -248,10 +270,11 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "bands": within(1, whole=True),
     "n": within(1, whole=True), "top": within(1, whole=True), "samples": within(0, whole=True), "branch": str,
     "mix": within(0, 1), "of": one_of(*BETWEEN), "weights": within(0, 1), "augmentation": str,
+    "branches": str,
 }  # fmt: skip
 _SHORT = {"severity": "severities", "name": "names", "band": "bands", "stds": "std"}
-_COMMON = ("n", "top", "samples", "branch", "mix", "of")  # every measurement takes these
-_LISTS = ("names", "severities", "bands", "weights")
+_COMMON = ("n", "top", "samples", "branch", "mix", "of", "branches")  # every measurement takes these
+_LISTS = ("names", "severities", "bands", "weights", "branches")
 _CURVES = ("eps", "std")  # a list where the measurement is a curve
 
 
@@ -261,7 +284,8 @@ def parse(text: str) -> Measurement:
     Numbers may be fractions; ``step`` may be ``eps/10``; a list is ``[0.01, 0.03]``. Every measurement also takes ``n``
     (the first n test images, each class as frequent as in the whole), ``top`` (5: the class is among the five highest),
     ``samples`` (how many pictures to keep), ``branch``, and ``mix`` (a weight between two branches, main and aux where
-    the model has those; ``of`` says of what: probabilities, logits or coefficients).
+    the model has those, else the two that ``branches`` names; ``of`` says of what: probabilities, logits or
+    coefficients).
     """
     name, bracket, rest = text.strip().partition("(")
     name = name.strip()
@@ -301,6 +325,10 @@ def _check(found: Measurement, given: Arguments) -> None:
     """What can be known to be wrong without the data."""
     if "mix" in given and "branch" in given:
         raise LabError(f"{found.name}: mix and branch exclude each other; mix is between two branches")
+    if "branches" in given and not found.mixes:
+        raise LabError(f"{found.name}: branches are the two that mix=... is of; one alone is branch=...")
+    if len(given.get("branches", "12")) != 2:
+        raise LabError(f"{found.name}: a mixture is of two branches, branches=[main, aux]")
     if "of" in given and "mix" not in given and not found.kind.startswith("between"):
         raise LabError(
             f"{found.name}: of says what of two branches is mixed and needs mix=..., such as mix=0.5"

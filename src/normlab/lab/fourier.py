@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .attacks import as_found
 from .data import pixels
 from .errors import LabError
-from .predict import among, batch_size_for, device_of
+from .predict import among, answered, batch_size_for, device_of, tell_unanswered
 from .seeds import generator
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def heat_map(
     together = max(1, size // n)
     draw = generator(seed, "fourier", device=device)
     wrong = torch.zeros(len(waves), dtype=torch.float64, device=device)
+    lost = torch.zeros((), dtype=torch.int64, device=device)
     with torch.no_grad(), as_found(model) if isinstance(model, nn.Module) else nullcontext():
         for first in range(0, len(waves), together):
             some = waves[first : first + together]
@@ -98,10 +99,13 @@ def heat_map(
                 shape = (len(some), len(part), c, 1, 1)
                 signs = torch.randint(0, 2, shape, generator=draw, device=device) * 2 - 1
                 waved = (part + signs * wave[:, None, None]).clamp_(0, 1)  # [K, N, C, H, W]
-                right = among(model(waved.flatten(0, 1)), labels.repeat(len(some)), top)
+                scores = model(waved.flatten(0, 1))
+                right = among(scores, labels.repeat(len(some)), top)
+                lost += (~answered(scores)).sum()
                 wrong[first : first + len(some)] += (~right).view(len(some), -1).sum(1)
             if progress is not None:
                 progress(first + len(some), len(waves))
+    tell_unanswered(model, int(lost), n * len(waves))
     error = torch.empty(h, w, dtype=torch.float64)
     i, j = torch.tensor(waves).unbind(1)
     error[i, j] = error[-i % h, -j % w] = (wrong / n).cpu()
@@ -161,16 +165,19 @@ def low_pass_curve(
     device = device_of(model) if isinstance(model, nn.Module) else x.device
     size = batch_size or batch_size_for(device)
     bands = list(range(1, max(x.shape[-2:]) + 1)) if bands is None else list(bands)
-    accuracy = []
+    accuracy, lost = [], torch.zeros((), dtype=torch.int64, device=device)
     with torch.no_grad(), as_found(model) if isinstance(model, nn.Module) else nullcontext():
         for done, band in enumerate(bands, 1):
             right = torch.zeros((), dtype=torch.int64, device=device)
             for at in range(0, len(y), size):
                 part, labels = x[at : at + size].to(device), y[at : at + size].to(device)
-                right += (model(low_pass(part, band, clip=clip)).argmax(1) == labels).sum()
+                scores = model(low_pass(part, band, clip=clip))
+                right += among(scores, labels, 1).sum()
+                lost += (~answered(scores)).sum()
             accuracy.append(100 * right.item() / len(y))
             if progress is not None:
                 progress(done, len(bands))
+    tell_unanswered(model, int(lost), len(y) * len(bands))
     return Curve(bands, accuracy)
 
 

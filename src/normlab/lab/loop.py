@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import calibrate, importance
+from .._text import check_model
 from ..backend import backend
 from ..layers import Norm
 from ..reference import widest
+from .data import check_data
 from .errors import LabError
 from .quick import Captured, Halves, fused
 from .ranks import ALONE, Ranks, Share
@@ -102,8 +104,11 @@ def fit(
     weights, the folder and the watcher that count are the first one's; all end with the same weights.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
+        text = recipe if isinstance(recipe, str) else "classify"
         raise LabError(f"recipe is an object of normlab.lab.recipes.Recipe; got {recipe!r}. A recipe by name is a "
-                       "setting: Settings(recipe='classify').")  # fmt: skip
+                       f"setting: Settings(recipe={text!r}).")  # fmt: skip
+    check_model(model, "fit")
+    check_data(data, "fit")
     device = torch.device(device)
     recipe = recipe or recipe_by_name(settings.recipe)
     folder = None if folder is None else Path(folder)
@@ -177,10 +182,6 @@ class _Trainer:
         size, remainder = settings.batch_size, len(ctx.data.train.y) % settings.batch_size
         if not len(ctx.data.train.y):
             raise LabError(f"{ctx.data.name} has no training images; it is for testing only.")
-        (low, high), classes = (int(v) for v in ctx.data.train.y.aminmax()), len(ctx.data.classes)
-        if low < 0 or high >= classes:  # on a GPU it would be an assertion in a kernel
-            raise LabError(f"{ctx.data.name} has labels from {low} to {high} and {classes} classes; expected labels "
-                           f"from 0 to {classes - 1}")  # fmt: skip
         # Batch statistics of a single value do not exist, so a last batch of one image is left out.
         self.images = len(ctx.data.train.y) - (remainder if remainder == 1 and size > 1 else 0)
         if not self.images:
@@ -439,9 +440,8 @@ class _Trainer:
             return self._finished(folder)
         tensors, meta = load_checkpoint(path, device=device)
         if meta.get("kind") != "state" or meta.get("digest") != self.ctx.settings.digest():
-            raise LabError(
-                f"{path} is the state of a run with other settings; choose another folder for this one."
-            )
+            raise LabError(f"{path} is the state of a run with other settings{_others(meta, self.ctx.settings)}; "
+                           "choose another folder for this one.")  # fmt: skip
         self._check_recipe(meta, path)
         self._load(tensors, path)
         lines = read_log(folder)
@@ -484,6 +484,14 @@ class _Trainer:
         if lines:
             write_lines(folder / "log.jsonl", [])  # of an epoch whose state was never stored
         return History()
+
+
+def _others(meta: dict[str, Any], settings: Settings) -> str:
+    """Which settings of a stored state differ from these, where it says."""
+    from .results import differences
+
+    found = differences(settings.from_values(meta["settings"]), settings) if "settings" in meta else ""
+    return f" ({found})" if found else ""
 
 
 def _described(recipe: Recipe) -> str:

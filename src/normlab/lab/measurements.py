@@ -20,14 +20,25 @@ from .attacks import KINDS, Attack, Ball, Units, as_found, shown, standard_devia
 from .data import augment, pixels, resize
 from .errors import LabError
 from .mixing import pair_of
-from .predict import Change, Score, accuracy_between, batch_size_for, device_of, predictions, score_under
+from .predict import (
+    Change,
+    Score,
+    accuracy_between,
+    answered,
+    batch_size_for,
+    device_of,
+    predictions,
+    score_under,
+)
 from .seeds import generator
 
 if TYPE_CHECKING:
     from .data import Data
 
-__all__ = ["GREY", "MEASUREMENTS", "NATURAL", "Arguments", "Budget", "Kind", "Subject", "attack_of", "budget",
-           "mean_of", "open_corruptions"]  # fmt: skip
+__all__ = [
+    "GREY", "MEASUREMENTS", "NATURAL", "SCALARS", "Arguments", "Budget", "Kind", "Scalar", "Subject", "attack_of",
+    "budget", "conditions", "mean_of", "open_corruptions", "severity_words", "title_of",
+]  # fmt: skip
 
 
 class Budget(NamedTuple):
@@ -120,8 +131,9 @@ class _Shown:
         names = self.subject.data.classes
         model, test = self.subject.model, self.subject.data.test
         before, after = test.x[self.chosen], torch.stack([self.after[i] for i in self.chosen])
-        seen = [predictions(model, x).argmax(1).tolist() for x in (before, after)]
-        name = [[names[k] if k < len(names) else str(k) for k in row] for row in seen]
+        logits = [predictions(model, x) for x in (before, after)]
+        seen = [torch.where(answered(z), z.argmax(1), -1).tolist() for z in logits]
+        name = [["none" if k < 0 else names[k] if k < len(names) else str(k) for k in row] for row in seen]
         return {
             "samples": {
                 "shape": list(after.shape),
@@ -136,7 +148,9 @@ class _Shown:
 
 
 def _encoded(x: Tensor) -> str:
-    return base64.b64encode((x.clamp(0, 1) * 255).round().byte().cpu().numpy().tobytes()).decode()
+    return base64.b64encode(
+        (x.nan_to_num().clamp(0, 1) * 255).round().byte().cpu().numpy().tobytes()
+    ).decode()
 
 
 Arguments = dict[str, Any]
@@ -151,6 +165,41 @@ class Kind(NamedTuple):
     title: Callable[[Arguments], str]  # with every number and its units
     points: Callable[[Arguments], int]  # passes over the test images, for the progress
     run: Callable[[Subject, Arguments], dict[str, Any]]
+    against: str = ""  # what the curve runs over: epsilon, noise, bandwidth, or between two branches
+
+
+class Scalar(NamedTuple):
+    """What is to be known about a number that a record has besides its accuracy."""
+
+    unit: str
+    higher: bool  # is better
+
+
+_ERROR = Scalar("% error", False)
+UCE, MCE, MEAN_ERROR = "uCE over 15", "mCE over 15 against AlexNet", "mean error over 19"
+SCALARS = {UCE: _ERROR, MCE: _ERROR, MEAN_ERROR: _ERROR, "affinity": Scalar("points", True)}
+
+
+def title_of(kind: str, arguments: Arguments, branches: Sequence[str] = ("main", "aux")) -> str:
+    """What is measured, in words and with units, from all arguments, those of a record for example."""
+    what = MEASUREMENTS[kind].title(arguments | {"branches": branches})
+    return " ".join([what, *conditions(arguments, branches)])
+
+
+def conditions(arguments: Mapping[str, Any], branches: Sequence[str] = ("main", "aux")) -> list[str]:
+    """By what model, on how many images, and what counts as right, in words, where the arguments say so."""
+    found = []
+    if "top" in arguments:
+        found.append(f"top-{arguments['top']}")
+    if "branch" in arguments:
+        found.append(f"branch {arguments['branch']}")
+    if "mix" in arguments:
+        what = arguments.get("of", "probabilities")
+        what = "" if what == "probabilities" else f"{what} of "
+        found.append(f"{what}{words(branches)} mixed by {shown(arguments['mix'])}")
+    if "n" in arguments:
+        found.append(f"n={arguments['n']}")
+    return found
 
 
 def _clean(subject: Subject, arguments: Arguments) -> dict[str, Any]:
@@ -284,7 +333,7 @@ def _attack_kind(kind: str, norm: Ball) -> dict[str, Kind]:
         name: Kind(f"accuracy under {about}", takes, open_, title, lambda a: 1, run),
         f"{name}-curve": Kind(
             f"accuracy under {about} against eps, a list such as eps=[0.01, 0.03]", takes, open_curve, title_curve,
-            lambda a: len(a["eps"]), run_curve,
+            lambda a: len(a["eps"]), run_curve, "epsilon",
         ),
     }  # fmt: skip
 
@@ -315,11 +364,11 @@ def _corruptions(subject: Subject, arguments: Arguments) -> dict[str, Any]:
         if all(n in found for n in corruptions.COMMON):
             ce = corruptions.ce_alexnet(errors)
             scalars |= {
-                "uCE over 15": corruptions.uce(errors),
-                "mCE over 15 against AlexNet": sum(ce.values()) / len(ce),
+                UCE: corruptions.uce(errors),
+                MCE: sum(ce.values()) / len(ce),
             }
         if all(n in found for n in corruptions.CORRUPTIONS):
-            scalars["mean error over 19"] = corruptions.mce_19(errors)
+            scalars[MEAN_ERROR] = corruptions.mce_19(errors)
     every = [a for row in found.values() for a in row]
     by_name = {corruptions.label(name): row for name, row in found.items()}
     return {"accuracy": sum(every) / len(every), "corruptions": by_name, "scalars": scalars, **samples}
@@ -345,9 +394,16 @@ def open_corruptions(data: Data, given: Arguments) -> Arguments:
 def _title_corruptions(arguments: Arguments) -> str:
     names, severities = arguments["names"], arguments["severities"]
     what = f"{len(names)} corruptions" if len(names) > 3 else words(names)
+    return f"{what}, {severity_words(severities)}"
+
+
+def severity_words(severities: Sequence[float]) -> str:
+    """
+    >>> severity_words([1, 2, 3, 4, 5]), severity_words([1, 3, 5])
+    ('severity 1 to 5', 'severity 1, 3 and 5')
+    """
     runs = all(b == a + 1 for a, b in pairwise(severities)) and len(severities) > 1
-    where = f"{severities[0]} to {severities[-1]}" if runs else words(severities)
-    return f"{what}, severity {where}"
+    return f"severity {f'{severities[0]} to {severities[-1]}' if runs else words(severities)}"
 
 
 def _fourier(subject: Subject, arguments: Arguments) -> dict[str, Any]:
@@ -426,24 +482,28 @@ def _title_between(arguments: Arguments) -> str:
     return f"{arguments['of']} between {words(arguments.get('branches', ('main', 'aux')))}"
 
 
+def _pair(subject: Subject, arguments: Arguments) -> tuple[str, str]:
+    return pair_of(subject.model, arguments.get("branches"))
+
+
 def _all_between(subject: Subject, arguments: Arguments, change: Change | None = None) -> list[float]:
     return accuracy_between(
-        subject.model, *subject.data.test, arguments["weights"], of=arguments["of"], change=change,
-        batch_size=subject.batch_size, top=subject.top, seen=lambda first, x: subject.step(),
+        subject.model, *subject.data.test, arguments["weights"], of=arguments["of"], branches=_pair(subject, arguments),
+        change=change, batch_size=subject.batch_size, top=subject.top, seen=lambda first, x: subject.step(),
     )  # fmt: skip
 
 
 def _ends(subject: Subject, arguments: Arguments, values: Sequence[float]) -> dict[str, list[float]]:
     """Each branch alone and half of both, where the curve has the points."""
     at = dict(zip(arguments["weights"], values, strict=True))
-    first, second = pair_of(subject.model)
+    first, second = _pair(subject, arguments)
     names = {0.0: first, 0.5: "half", 1.0: second}
     return {name: [at[weight]] for weight, name in names.items() if weight in at}
 
 
 def _between(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     found = _all_between(subject, arguments)
-    curve = _curve(arguments["weights"], found, f"weight of {pair_of(subject.model)[1]}")
+    curve = _curve(arguments["weights"], found, f"weight of {_pair(subject, arguments)[1]}")
     return curve | {"at": _ends(subject, arguments, found)}
 
 
@@ -459,7 +519,7 @@ def _between_corruptions(subject: Subject, arguments: Arguments) -> dict[str, An
             found.append(_all_between(subject, arguments, change))
     errors = [100 - sum(column) / len(column) for column in zip(*found, strict=True)]
     label = "uCE (%)" if set(arguments["names"]) == set(corruptions.COMMON) else "mean error (%)"
-    x_label = f"weight of {pair_of(subject.model)[1]}"
+    x_label = f"weight of {_pair(subject, arguments)[1]}"
     curve = {"x": list(arguments["weights"]), "y": errors, "x_label": x_label, "y_label": label}
     mean = 100 - sum(errors) / len(errors)
     return {"accuracy": mean, "curve": curve, "at": _ends(subject, arguments, errors)}
@@ -483,7 +543,7 @@ def _open_noise(data: Data, given: Arguments) -> Arguments:
 def _title_noise(arguments: Arguments) -> str:
     at = f" drawn at {arguments['at']} x {arguments['at']}" if "at" in arguments else ""
     clipped = " clipped" if arguments.get("clipped") else ""
-    std = f"std={shown(arguments['std'])} {arguments['units']}" if not isinstance(arguments["std"], tuple) else (
+    std = f"std={shown(arguments['std'])} {arguments['units']}" if isinstance(arguments["std"], (int, float)) else (
         f"against std, {arguments['units']}")  # fmt: skip
     return f"noise {std}{clipped}{at}"
 
@@ -497,7 +557,7 @@ MEASUREMENTS: dict[str, Kind] = {
     "noise-curve": Kind(
         "accuracy under noise against its std, a list such as std=[0.5, 1]", ("std", "units", "clipped", "at"),
         lambda data, given: _open_noise(data, given) | {"std": budget(data).noises}, _title_noise,
-        lambda a: len(a["std"]), _noise_curve,
+        lambda a: len(a["std"]), _noise_curve, "noise",
     ),
     **_attack_kind("fgsm", "linf"), **_attack_kind("fgsm", "l2"),
     **_attack_kind("bim", "linf"), **_attack_kind("bim", "l2"),
@@ -514,7 +574,7 @@ MEASUREMENTS: dict[str, Kind] = {
     ),
     "low-pass": Kind(
         "accuracy against the band of frequencies that is kept", ("bands",), _open_low_pass,
-        lambda a: "low-pass against bandwidth", lambda a: len(a["bands"]), _low_pass,
+        lambda a: "low-pass against bandwidth", lambda a: len(a["bands"]), _low_pass, "bandwidth",
     ),
     "affinity": Kind(
         "accuracy on augmented images minus clean accuracy; the data set's own augmentation, or the one named",
@@ -523,12 +583,12 @@ MEASUREMENTS: dict[str, Kind] = {
     ),
     "between": Kind(
         "accuracy against the weight of the second of two branches, 0 to 1; of=coefficients mixes in one forward pass",
-        ("weights", "of"), _open_between, _title_between, lambda a: 1, _between,
+        ("weights", "of"), _open_between, _title_between, lambda a: 1, _between, "between",
     ),
     "between-corruptions": Kind(
         "mean error on corrupted images against the weight of the second of two branches",
         ("weights", "of", "names", "severities"), _open_between_corruptions,
         lambda a: f"{_title_between(a)}, {_title_corruptions(a)}", lambda a: len(a["names"]) * len(a["severities"]),
-        _between_corruptions,
+        _between_corruptions, "between",
     ),
 }  # fmt: skip

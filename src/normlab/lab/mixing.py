@@ -41,9 +41,10 @@ def branches_of(model: nn.Module) -> tuple[str, ...]:
 def pair_of(model: nn.Module, branches: Sequence[str] | None = None, weight: float = 0.0) -> tuple[str, str]:
     """The two branches of the model that a mixture is of, main and aux or the only two that there are unless others are
     named; or a sentence about why they, or the weight, cannot be."""
-    if (branches is not None and len(branches) != 2) or not 0 <= weight <= 1:
-        got = weight if branches is None else f"{words(branches)} and {weight}"
-        raise LabError(f"a mixture is of two branches, with a weight in [0, 1]; got {got}")
+    if not 0 <= weight <= 1:
+        raise LabError(f"a mixture is of two branches, with a weight in [0, 1]; got {weight}")
+    if branches is not None and (isinstance(branches, str) or len(branches) != 2):
+        raise LabError(f"a mixture is of two branches, such as ['main', 'aux']; got {branches!r}")
     known = branches_of(model)
     if not known:
         raise LabError(
@@ -53,7 +54,8 @@ def pair_of(model: nn.Module, branches: Sequence[str] | None = None, weight: flo
         branches = ("main", "aux") if {"main", "aux"} <= set(known) else known
         if len(branches) != 2:
             raise LabError(
-                f"a mixture is of two branches, and this model has {words(known)}; name two of them"
+                f"a mixture is of two branches, and this model has {words(known)}; name two of them, "
+                f"branches=[{known[0]}, {known[1]}]"
             )
     for branch in branches:
         if branch not in known:

@@ -1,10 +1,18 @@
-"""Predictions of a model in batches, and how often they are right; the model is left as found."""
+"""Predictions of a model in batches, and how often they are right; the model is left as found.
+
+An image without a finite output counts as wrong, and is told of: the highest of logits that are not numbers would be
+the first, and a network that diverged would have the accuracy of chance. It is counted where the images are, and
+looked at once, when all have been seen.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +22,7 @@ from ..reference import widest
 from ..routing import route
 from .attacks import Attack, as_found
 from .data import augment, pixels
-from .errors import LabError
+from .errors import LabError, NotFinite, warn
 from .mixing import branches_of, mixed_branches, pair_of
 from .seeds import generator
 
@@ -23,8 +31,9 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "BETWEEN", "Change", "Mixed", "Score", "accuracy", "accuracy_between", "accuracy_under", "affinity", "among",
-    "batch_size_for", "device_of", "predict_with", "predictions", "routed", "score_under", "transfer",
+    "BETWEEN", "Change", "Mixed", "Score", "Unanswered", "accuracy", "accuracy_between", "accuracy_under", "affinity",
+    "among", "answered", "batch_size_for", "check_logits", "counted", "device_of", "predict_with", "predictions",
+    "routed", "score_under", "tell_unanswered", "transfer", "unanswered_words",
 ]  # fmt: skip
 
 Change = Callable[[Tensor, Tensor], Tensor]  # pixels [N, C, H, W] and labels [N] to changed pixels
@@ -34,7 +43,7 @@ def predictions(model: nn.Module, x: Tensor, *, batch_size: int | None = None) -
     """Logits ``[N, K]`` of images, uint8 or pixels in [0, 1], taken to the model's device batch by batch."""
     device = device_of(model)
     with torch.no_grad(), as_found(model):
-        found = [_logits(model, part) for part, _ in _batches(x, x, device, batch_size)]
+        found = [logits_of(model, part) for part, _ in _batches(x, x, device, batch_size)]
     return torch.cat(found) if found else torch.zeros((0, 0), device=device)
 
 
@@ -78,33 +87,91 @@ def score_under(
     if not len(y):
         raise LabError("there are no images to measure on")
     device = device_of(model)
-    sums = torch.zeros(2, dtype=widest(device), device=device)  # asked for once, at the end
+    sums = torch.zeros(3, dtype=widest(device), device=device)  # asked for once, at the end
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, device, batch_size):
             images = part if change is None else change(part, labels)
-            logits = _logits(model, images)
-            right = among(logits, labels, top).sum()
-            sums += torch.stack([right.to(sums), F.cross_entropy(logits, labels, reduction="sum").to(sums)])
+            logits = logits_of(model, images)
+            right, lost = among(logits, labels, top).sum(), (~answered(logits)).sum()
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            sums += torch.stack([right.to(sums), loss.to(sums), lost.to(sums)])
             seen(first, images)
             first += len(labels)
-    right, loss = sums.tolist()
+    right, loss, lost = sums.tolist()
+    tell_unanswered(model, int(lost), len(y))
     return Score(100 * right / len(y), loss / len(y))
 
 
 def among(logits: Tensor, labels: Tensor, top: int) -> Tensor:  # [N] bool
-    """Whether each label is one of the ``top`` highest logits."""
-    return (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).any(1)
+    """Whether each label is one of the ``top`` highest logits; not where these are no finite numbers."""
+    found = (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).any(1)
+    return found & answered(logits)
 
 
-def _logits(model: nn.Module, x: Tensor) -> Tensor:
-    logits = model(x)
+def answered(logits: Tensor) -> Tensor:  # [N] bool
+    """Whether an image has an output: its highest logit is finite. Others may be -inf, as those of masked classes."""
+    return logits.amax(1).isfinite()  # not a number where any is not
+
+
+@dataclass
+class Unanswered:
+    """Images without a finite output, of how many that were shown."""
+
+    images: int = 0
+    of: int = 0
+
+
+_COUNTED: ContextVar[Unanswered | None] = ContextVar("counted", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[Unanswered]:
+    """Within it images without a finite output are counted, for a sentence about all; elsewhere each pass warns."""
+    found = Unanswered()
+    before = _COUNTED.set(found)
+    try:
+        yield found
+    finally:
+        _COUNTED.reset(before)
+
+
+def tell_unanswered(model: object, images: int, of: int) -> None:
+    """Say, or add to what is :func:`counted`, that so many images of so many got no finite output."""
+    found = _COUNTED.get()
+    if found is not None:
+        found.images, found.of = found.images + images, found.of + of
+    elif images:
+        warn(unanswered_words(type(model).__name__, images, of), NotFinite)
+
+
+def unanswered_words(who: str, images: int, of: int, where: str = "") -> str:
+    return (
+        f"{who} gave no finite output for {images:,} of {of:,} images{where}; they count as wrong. Perhaps its "
+        "training diverged, or half precision overflowed: train it at a lower learning rate, or measure it in float32."
+    )
+
+
+def logits_of(model: nn.Module, x: Tensor) -> Tensor:
+    return check_logits(model, model(x), x).float()
+
+
+def check_logits(model: nn.Module, logits: Any, x: Tensor, data: Data | None = None) -> Tensor:
+    """What a model returned for images, or a sentence about why it is no logits ``[N, K]``, one for each class.
+
+    It looks at shapes alone. On a GPU a label without a logit would be an assertion in a kernel.
+    """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise LabError(
             f"a classifier returns logits [N, K]; {type(model).__name__} returned {got} for {len(x)} images"
         )
-    return logits.float()
+    if data is not None and logits.shape[1] < len(data.classes):
+        raise LabError(
+            f"{type(model).__name__} has {logits.shape[1]} outputs, but {data.name} has {len(data.classes)} classes; "
+            "choose the data that it is made for"
+        )
+    return logits
 
 
 def _batches(x: Tensor, y: Tensor, device: torch.device, size: int | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -194,6 +261,7 @@ def accuracy_between(
     ).branches  # says what is wrong with them
     device = device_of(model)
     right = torch.zeros(len(weights), dtype=widest(device), device=device)
+    lost = torch.zeros((), dtype=torch.int64, device=device)
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, right.device, batch_size):
@@ -206,8 +274,10 @@ def accuracy_between(
                 else:
                     found = _between(*pair, weight, of)
                 right[k] += among(found, labels, top).sum()
+                lost += (~answered(found)).sum()
             seen(first, images)
             first += len(labels)
+    tell_unanswered(model, int(lost), len(y) * len(weights))
     return (100 * right / len(y)).tolist()
 
 

@@ -14,7 +14,7 @@ from .report.view import cell
 from .settings import Settings
 from .store import read_log, read_records
 
-__all__ = ["Results", "Row", "Run", "plain", "read_results", "read_run"]
+__all__ = ["Results", "Row", "Run", "differences", "plain", "read_results", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,13 @@ def read_results(folder: str | Path) -> Results:
             own.sort(key=lambda r: order.index(r["measurement"]) if r["measurement"] in order else len(order))
             runs.append(Run(settings, home, read_log(home), own))
     return Results(study, runs)
+
+
+def differences(old: Settings, new: Settings, leave_out: set[str] | frozenset[str] = frozenset()) -> str:
+    """``lr was 0.1 and is 0.2 now``, for every setting that changes a run."""
+    before, now = old.values(), new.values()
+    names = [n for n in before if before[n] != now[n] and n not in leave_out | Settings.NEUTRAL]
+    return "; ".join(f"{n} was {plain(before[n])} and is {plain(now[n])} now" for n in names)
 
 
 def plain(value: Any) -> str:

@@ -46,7 +46,10 @@ class Settings:
     norm: str = _other("batch", help="normalization, by name, with arguments in parentheses: group(8)")
     data: str = _other("mnist5k", help="data set, by name, or folder:PATH")
     seed: int = _number(0, 0, help="first weights, order, augmentation, noise")
-    recipe: str = _other("classify", help="what a training step computes")
+    recipe: str = _other(
+        "classify",
+        help="what a training step computes: classify, augmented(...), streams(...) or adversarial(...)",
+    )
     epochs: int = _number(8, 1, help="passes over the training images")
     batch_size: int = _number(64, 1, help="images a step")
     accumulate: int = _number(

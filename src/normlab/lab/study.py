@@ -26,7 +26,7 @@ from .._text import words
 from .errors import LabError
 from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, names_of
 from .loop import Watcher, arithmetic, fit, load_weights
-from .results import Results, Row, Run, plain, read_results, read_run
+from .results import Results, Row, Run, differences, read_results, read_run
 from .settings import Settings
 from .store import append_line, load_checkpoint, locked, read_records, write_atomic
 from .torchrun import led, together
@@ -189,7 +189,13 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") ->
             break
     options = tuple((k, v) for k, v in settings.options if k != "weights")  # what it started from
     model = build_model(replace(settings, options=options), SimpleNamespace(**meta["data"])).to(device)
-    load_weights(model, tensors, path)
+    try:
+        load_weights(model, tensors, path)
+    except LabError as error:
+        raise LabError(f"{error} The settings beside the weights do not make their network: where fit() trained one of "
+                       f"your own, load them into it, model.load_state_dict(load_checkpoint({str(path)!r})[0]) of "
+                       f"normlab.lab.store, or `normlab evaluate --module package.module:function --weights {path}`."
+                       ) from None  # fmt: skip
     return model.eval(), settings
 
 
@@ -254,7 +260,7 @@ def measured(
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One record a measurement, as it is made."""
-    from .evaluate import measure
+    from .evaluate import not_finite
 
     data = data.to(device)
     about = {"run": settings.name, "digest": settings.digest(), "settings": settings.values()}
@@ -263,13 +269,17 @@ def measured(
         if device.type == "cuda"
         else f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
     )
+    records = []
     for measurement in measurements:
         watch.measuring(settings, measurement.name)
         with arithmetic(settings.precision):
-            (record,) = measure(
-                model, data, [measurement], device=device, seed=settings.seed, progress=watch.measuring_step
+            record = measurement.run(
+                model, data, device=device, seed=settings.seed, progress=watch.measuring_step
             )
+        records.append(record)
         yield about | record | {"versions": versions(), "device": where}
+    if said := not_finite(settings.name, records):
+        watch.note(said)
 
 
 def data_key(settings: Settings) -> tuple[Any, ...]:
@@ -301,7 +311,10 @@ def _checked_data(
         if network not in built:
             built.add(network)
             model = build_model(settings, data[key])
-            recipe(settings.recipe).check(model)
+            try:
+                recipe(settings.recipe).check(model)
+            except LabError as error:
+                raise LabError(f"norm {settings.norm}: {error}") from None
             for measurement in measurements:
                 measurement.check(model, data[key])
             led().check(settings, model)
@@ -316,7 +329,7 @@ def _check_home(settings: Settings, home: Path) -> None:
     if (begun or by_hand) and (home / "settings.toml").exists():
         there = Settings.read(home / "settings.toml")
         if there.digest() != settings.digest():
-            raise LabError(f"{home} holds a run with other settings: {_differences(there, settings)}. Choose another "
+            raise LabError(f"{home} holds a run with other settings: {differences(there, settings)}. Choose another "
                            "folder for this run, or give the settings that were used there.")  # fmt: skip
     elif begun:
         raise LabError(f"{home} holds files of a run but not its settings.toml; choose another folder.")
@@ -335,7 +348,7 @@ def _merged(study: Study) -> Study:
         return study
     old = Study.read(path, folder=folder)
     varied = {n for axis in (*old.axes, *study.axes) for n in names_of(axis)}
-    change = _differences(old.base, study.base, leave_out=varied)
+    change = differences(old.base, study.base, leave_out=varied)
     axes = dict(old.axes)
     for name in dict.fromkeys([*old.axes, *study.axes]):
         before, now = _along(old, name), _along(study, name)
@@ -356,9 +369,3 @@ def _along(study: Study, axis: str) -> list[Any]:
         return list(study.axes[axis])
     values = [getattr(study.base, n) for n in names_of(axis)]
     return [tuple(values)] if len(values) > 1 else values
-
-
-def _differences(old: Settings, new: Settings, leave_out: set[str] | frozenset[str] = frozenset()) -> str:
-    before, now = old.values(), new.values()
-    names = [n for n in before if before[n] != now[n] and n not in leave_out | Settings.NEUTRAL]
-    return "; ".join(f"{n} was {plain(before[n])} and is {plain(now[n])} now" for n in names)

@@ -119,6 +119,7 @@ def _told(error: Exception) -> str:
 
 def _any_weights(path: Path) -> dict[str, Tensor]:
     """A state dict from safetensors, or from torch's own format read without running code."""
+    path = path / "best.safetensors" if path.is_dir() else path
     if path.suffix not in (".pt", ".pth"):
         return load_checkpoint(path)[0]
     if not path.is_file():

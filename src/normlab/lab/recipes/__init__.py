@@ -143,6 +143,7 @@ def arguments(text: str) -> tuple[str, dict[str, str]]:
         named = bool(equals) and "(" not in before
         key, value = (before.strip(), after.strip()) if named else ("", part)
         if key in given:
-            raise LabError(f"{text!r} gives {key or 'a value without a name'} twice")
+            raise LabError(f"{text!r} gives {key} twice" if key else f"{text!r} has two values without a name, "
+                           f"{given['']} and {part}; write name=value")  # fmt: skip
         given[key] = value
     return name, given

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ..._text import nearest
 from ..attacks import KINDS, Attack
 from ..errors import LabError
-from ..predict import Score, score_under
+from ..predict import Score, counted, score_under
 from ..seeds import generator
 from ..texts import flag, one_of, step, within
 from . import Batch, Context, Phase, arguments
@@ -56,11 +57,40 @@ class Adversary:
         deviations = data.std if self.attack.units == "standardised" else (1.0,)
         self.attack.check_radius(deviations, data.test.x[0].numel())
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Pixels to adversarial pixels; the branch attacked is the one that is routed."""
+    def __call__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        generator: torch.Generator | None,
+        data: Data | None = None,
+    ) -> Tensor:
+        """Pixels to adversarial pixels; the branch attacked is the one that is routed.
+
+        A standardised unit is the model's own where it says, else that of ``data``, as in measurements.
+        """
         return self.attack(
-            model, x, y, generator=generator, training=self.training, update=self.update
+            model,
+            x,
+            y,
+            generator=generator,
+            training=self.training,
+            update=self.update,
+            **units_of(model, data, x.device),
         ).detach()
+
+
+def units_of(model: nn.Module, data: Data | None, device: torch.device) -> dict[str, Any]:
+    """Mean and deviation of ``data`` for a model that does not say by what it standardises."""
+    if data is None or hasattr(model, "standardize"):
+        return {}
+    return {"mean": _values(data.mean, device), "std": _values(data.std, device)}
+
+
+@cache
+def _values(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Kept: a step that is captured cannot copy anything to the device."""
+    return torch.tensor(values, device=device)
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
@@ -114,9 +144,10 @@ def attacked_score(model: nn.Module, ctx: Context, attack: Attack) -> Score:
     draw = generator(ctx.settings.seed, "test attack", device=ctx.device)
 
     def change(x: Tensor, y: Tensor) -> Tensor:
-        return attack(model, x, y, generator=draw)
+        return attack(model, x, y, generator=draw, **units_of(model, ctx.data, x.device))
 
-    return score_under(change, model, x[:_TESTED], y[:_TESTED])
+    with counted():  # of a training that diverges the loop tells once, not each epoch
+        return score_under(change, model, x[:_TESTED], y[:_TESTED])
 
 
 class Adversarial(Classify):
@@ -124,14 +155,15 @@ class Adversarial(Classify):
 
     score = "attacked_accuracy"
 
-    def __init__(self, adversary: Adversary, text: str = "") -> None:
-        self.adversary, self.text = adversary, text
+    def __init__(self, adversary: Adversary | Attack, text: str = "") -> None:
+        self.adversary = Adversary(adversary) if isinstance(adversary, Attack) else adversary
+        self.text = text
 
     def __repr__(self) -> str:
         return self.text or f"adversarial({self.adversary})"
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        attacked = self.adversary(model, batch.x, batch.y, ctx.generator)
+        attacked = self.adversary(model, batch.x, batch.y, ctx.generator, ctx.data)
         return super().step(model, batch._replace(x=attacked), ctx)
 
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:

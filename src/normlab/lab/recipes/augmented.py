@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LabError
+from ..predict import check_logits
 from . import Batch, Context
 from .classify import Classify
 from .makers import Maker, Part, cross_entropy, made, parse_maker
@@ -32,7 +33,7 @@ class Augmented(Classify):
         return Batch(part.x, part.y, (part.other, part.weight))
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        logits = model(batch.x)  # [B, classes]
+        logits = check_logits(model, model(batch.x), batch.x, ctx.data)  # [B, classes]
         part = Part(batch.x, batch.y, *batch.more)
         loss = cross_entropy(logits, part, ctx.settings.label_smoothing)
         return {"loss": loss, "train_accuracy": 100 * (logits.argmax(1) == batch.y).float().mean()}

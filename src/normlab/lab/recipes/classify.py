@@ -13,6 +13,7 @@ from ...layers import SparseSwitchNorm
 from ...reference import widest
 from ..errors import LabError
 from ..mixing import branches_of
+from ..predict import among, check_logits
 from . import Batch, Context, Phase, Recipe
 
 __all__ = ["RECIPE", "Classify"]
@@ -24,7 +25,7 @@ class Classify(Recipe):
     """Cross entropy, with label smoothing if asked; Fixup's scalars learn at a tenth of the rate."""
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        logits = model(batch.x)  # [B, classes]
+        logits = check_logits(model, model(batch.x), batch.x, ctx.data)  # [B, classes]
         loss = F.cross_entropy(logits, batch.y, label_smoothing=ctx.settings.label_smoothing)
         return {"loss": loss, "train_accuracy": 100 * (logits.argmax(1) == batch.y).float().mean()}
 
@@ -37,7 +38,7 @@ class Classify(Recipe):
         sums = torch.zeros(2, device=ctx.device, dtype=widest(ctx.device))
         for images, labels in zip(x.split(_TEST_BATCH), y.split(_TEST_BATCH), strict=True):
             logits = model(pixels(images)).float()
-            correct = (logits.argmax(1) == labels).sum()
+            correct = among(logits, labels, 1).sum()
             sums += torch.stack([correct, F.cross_entropy(logits, labels, reduction="sum")])
         correct, loss = sums.tolist()
         return {"accuracy": 100 * correct / len(y), "test_loss": loss / len(y)}

@@ -7,11 +7,12 @@ images, labels, other labels and the weight of the first, as MixUp and CutMix do
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import LabError
@@ -20,7 +21,7 @@ from ..texts import split
 if TYPE_CHECKING:
     from ..data import Data
 
-__all__ = ["Maker", "Part", "cross_entropy", "made", "parse_maker"]
+__all__ = ["Maker", "Part", "check_maker", "cross_entropy", "made", "parse_maker"]
 
 Maker = Callable[[Tensor, Tensor, "Data", torch.Generator], Any]
 
@@ -70,8 +71,7 @@ class _Chain:
         found: Tensor = x
         for step in self.steps:
             # Augmentations take bytes; what an earlier one made is rounded to them, as a stored image would be.
-            x = found if found.dtype == torch.uint8 else (found * 255).round().to(torch.uint8)
-            made = step(x, y, data, generator)
+            made = step(_bytes(found), y, data, generator)
             found, y, second, share = (made, y, None, None) if isinstance(made, Tensor) else made
             if second is not None and other is not None:
                 raise LabError("two of the augmentations joined by + mix labels; only one can")
@@ -80,8 +80,13 @@ class _Chain:
 
 
 def made(maker: Maker, x: Tensor, y: Tensor, data: Data, generator: torch.Generator, who: str) -> Part:
-    """A maker's images and targets, checked: they are made many at once, so looking at them costs little."""
-    found = maker(x, y, data, generator)
+    """A maker's images and targets, checked: they are made many at once, so looking at them costs little.
+
+    Images that are pixels in [0, 1] already are given to it as bytes, rounded, unless it leaves them as they are.
+    """
+    if x.is_floating_point():
+        _check_pixels(x, f"{who} is given")
+    found = maker(x if maker in (_identity, _standard) else _bytes(x), y, data, generator)
     if not isinstance(found, (Tensor, tuple)):
         raise LabError(
             f"{who} made {type(found).__name__}; a maker returns as many images as it is given, as a tensor"
@@ -94,14 +99,39 @@ def made(maker: Maker, x: Tensor, y: Tensor, data: Data, generator: torch.Genera
         lengths = f"{list(images.shape)} with {len(label)} labels"
         raise LabError(f"{who} was given images {list(x.shape)} and made {lengths}; the streams of a network are "
                        "versions of the same images and have the same length")  # fmt: skip
-    if images.is_floating_point() and images.numel():
-        low, high = (float(v) for v in images.aminmax())
-        if not (low >= -1e-4 and high <= 1 + 1e-4):
-            raise LabError(f"{who} made pixels from {low:.3g} to {high:.3g}; expected floats in [0, 1], or bytes; "
-                           "standardise inside the model and not in an augmentation")  # fmt: skip
+    if images.is_floating_point():
+        _check_pixels(images, f"{who} made")
     elif images.dtype != torch.uint8:
         raise LabError(f"{who} made images of {images.dtype}; expected uint8, or floats in [0, 1]")
     return Part(images, label, other, weight)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.uint8 else (x * 255).round().to(torch.uint8)
+
+
+def _check_pixels(x: Tensor, what: str) -> None:
+    low, high = (float(v) for v in x.aminmax()) if x.numel() else (0.0, 1.0)
+    if not (low >= -1e-4 and high <= 1 + 1e-4):
+        raise LabError(f"{what} pixels from {low:.3g} to {high:.3g}; expected floats in [0, 1], or bytes; standardise "
+                       "inside the model and not before it")  # fmt: skip
+
+
+def check_maker(maker: object, who: str) -> None:
+    """Say so where a function cannot be called with images, labels, data and generator."""
+    call = maker.forward if isinstance(maker, nn.Module) else maker  # a module's own signature takes anything
+    if not callable(call):
+        raise LabError(f"{who} is made by {maker!r}; expected the text of an augmentation or attack, or a function of "
+                       "images, labels, data and generator")  # fmt: skip
+    try:
+        inspect.signature(call).bind(None, None, None, None)
+    except TypeError:
+        name = getattr(maker, "__name__", type(maker).__name__)
+        raise LabError(f"{who} is made by {name}, which does not take images, labels, data and generator; where it "
+                       "takes images alone, give a function that calls it: lambda x, y, data, generator: change(x)"
+                       ) from None  # fmt: skip
+    except ValueError:  # a function that has no signature to be looked at
+        return
 
 
 def cross_entropy(logits: Tensor, part: Part, smoothing: float) -> Tensor:

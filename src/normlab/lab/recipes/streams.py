@@ -11,24 +11,27 @@ The two losses are averaged, never summed, which would double the learning rate;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._text import words
+from ..._text import nearest, words
 from ...routing import route
-from ..attacks import KINDS
+from ..attacks import KINDS, Attack
+from ..augmentations import AUGMENTATIONS
 from ..errors import LabError
 from ..mixing import branches_of
+from ..predict import check_logits
 from ..texts import flag, one_of
 from . import Batch, Context, Phase
 from .adversarial import Adversary, attacked_score, parse_adversary
 from .classify import Classify
-from .makers import Maker, Part, cross_entropy, made, parse_maker
+from .makers import Maker, Part, check_maker, cross_entropy, made, parse_maker
 
 if TYPE_CHECKING:
     from ..data import Data
@@ -70,14 +73,20 @@ class TwoStreams(Classify):
     # The step
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        parts = self._attacked(model, _parts(batch), ctx.generator)
-        return self.losses(model, parts, label_smoothing=ctx.settings.label_smoothing)
+        parts = self._attacked(model, _parts(batch), ctx.generator, ctx.data)
+        return self.losses(model, parts, label_smoothing=ctx.settings.label_smoothing, data=ctx.data)
 
     def losses(
-        self, model: nn.Module, parts: Sequence[Part], *, label_smoothing: float = 0.0
+        self,
+        model: nn.Module,
+        parts: Sequence[Part],
+        *,
+        label_smoothing: float = 0.0,
+        data: Data | None = None,
     ) -> dict[str, Tensor]:
         """Scalars of a step on images that are made already: ``loss`` is the mean of the streams' losses."""
-        logits = self._logits(model, [part.x for part in parts])
+        found = self._logits(model, [part.x for part in parts])
+        logits = [check_logits(model, z, part.x, data) for z, part in zip(found, parts, strict=True)]
         names = [stream.branch for stream in self.streams]
         own = [cross_entropy(z, part, label_smoothing) for z, part in zip(logits, parts, strict=True)]
         right = [100 * (z.argmax(1) == part.y).float().mean() for z, part in zip(logits, parts, strict=True)]
@@ -88,11 +97,18 @@ class TwoStreams(Classify):
     def loss(
         self, model: nn.Module, x: Tensor, y: Tensor, data: Data, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """The same from images uint8 ``[N, C, H, W]`` and labels, for a training loop of your own."""
-        from ..data import pixels
+        """The same from images ``[N, C, H, W]``, uint8 or pixels in [0, 1], for a training loop of your own.
 
+        ``data`` says what makers need to know: what may be mirrored and cropped, the mean colour.
+        """
+        from ..data import check_data, pixels
+
+        self.check(model)
+        check_data(data, "loss")
+        if not isinstance(generator, torch.Generator):
+            raise LabError(f"the draws of makers need a torch.Generator; got {type(generator).__name__}")
         parts = [part._replace(x=pixels(part.x)) for part in self._parts(x, y, data, generator)]
-        return self.losses(model, self._attacked(model, parts, generator))
+        return self.losses(model, self._attacked(model, parts, generator, data), data=data)
 
     def _logits(self, model: nn.Module, images: Sequence[Tensor]) -> list[Tensor]:
         """Two forward passes, or one with a branch for each sample; the same numbers up to rounding."""
@@ -119,13 +135,15 @@ class TwoStreams(Classify):
     def _routed(self, model: nn.Module, branch: str) -> AbstractContextManager[Any]:
         return route(model, branch=branch) if self.separated else nullcontext()
 
-    def _attacked(self, model: nn.Module, parts: Sequence[Part], generator: torch.Generator) -> list[Part]:
+    def _attacked(
+        self, model: nn.Module, parts: Sequence[Part], generator: torch.Generator, data: Data
+    ) -> list[Part]:
         """An attacked stream's images are made through its own branch, so that only its statistics can move."""
         found = []
         for stream, part in zip(self.streams, parts, strict=True):
             if stream.adversary is not None:
                 with self._routed(model, stream.branch):
-                    part = part._replace(x=stream.adversary(model, part.x, part.y, generator))
+                    part = part._replace(x=stream.adversary(model, part.x, part.y, generator, data))
             found.append(part)
         return found
 
@@ -175,11 +193,17 @@ class TwoStreams(Classify):
                            "normalizer")  # fmt: skip
         for name in names:
             if name not in known:
-                raise LabError(f"there is no branch {name!r}; this model has {words(known)}")
+                raise LabError(f"there is no branch {name!r}; this model has {words(known)}. Name the streams after "
+                               "these, or the branches after the streams: "
+                               f'convert(model, "auxiliary", branches={names})')  # fmt: skip
 
 
 def two_streams(
-    *, forward: str = "two", separated: bool = True, text: str = "", **streams: str | Maker | Adversary
+    *,
+    forward: str = "two",
+    separated: bool = True,
+    text: str = "",
+    **streams: str | Callable[..., Any],
 ) -> TwoStreams:
     """A recipe for two streams of images, each through the branch that it is named after.
 
@@ -187,7 +211,8 @@ def two_streams(
         streams: two makers by the name of their branch; the first is the one that is tested. A maker is the text of an
             augmentation (``"cutout"``, ``"randaugment(n=3, m=4)"``), of an attack (``"pgd(eps=8/255, units=pixels)"``,
             made through the stream's own branch from the images of the other stream, or from those of another maker:
-            ``of=standard``), or a function of uint8 images, labels, data and generator that returns as many images.
+            ``of=standard``), or a function of uint8 images, labels, data and generator that returns as many images. An
+            attack may also be one of :mod:`normlab.lab.attacks`, or an ``Adversary``.
         forward: ``"two"`` forward passes, or ``"one"`` with a branch for each sample: the same numbers up to rounding.
         separated: False sends both streams through the same normalizers, in one forward pass as one batch, in two as
             two.
@@ -215,17 +240,22 @@ def two_streams(
     """
     if forward not in ("one", "two"):
         raise LabError(f"forward={forward!r} is not known; expected 'one' or 'two' forward passes")
-    for branch, maker in streams.items():
-        if not isinstance(maker, (str, Adversary)) and not callable(maker):
-            raise LabError(f"the stream {branch} is made by {maker!r}; expected the text of an augmentation or attack, "
-                           "or a function of images, labels, data and generator")  # fmt: skip
+    if not isinstance(separated, bool):
+        raise LabError(f"separated is True or False; got {separated!r}")
     if len(streams) != 2:
+        typo = [n for n in streams if get_close_matches(n, ("forward", "separated"))]
         raise LabError(f"two streams need two makers by the names of their branches, main=... and aux=...; got "
-                       f"{words(streams) if streams else 'none'}")  # fmt: skip
+                       f"{words(streams) if streams else 'none'}"
+                       f"{f'. Is {typo[0]} meant as forward or separated?' if typo else ''}")  # fmt: skip
+    for branch, maker in streams.items():
+        if not isinstance(maker, (str, Attack, Adversary)):
+            check_maker(maker, f"the stream {branch}")
     made = [_stream(branch, maker) for branch, maker in streams.items()]
     if all(stream.maker is None for stream in made):
         raise LabError("both streams attack the images of the other; say of=standard in one of them")
-    said = [f"{branch}={maker}" for branch, maker in streams.items()]
+    said = [
+        f"{branch}={maker.name if isinstance(maker, Attack) else maker}" for branch, maker in streams.items()
+    ]
     said += ["forward=one"] * (forward == "one") + ["separated=false"] * (not separated)
     text = text or f"streams({', '.join(said)})"
     return TwoStreams(made, one_forward=forward == "one", separated=separated, text=text)
@@ -242,9 +272,18 @@ def make(given: Mapping[str, str]) -> TwoStreams:
     return two_streams(forward=forward, separated=separated, text=text, **given)
 
 
-def _stream(branch: str, maker: str | Maker | Adversary) -> Stream:
-    if isinstance(maker, str) and maker.partition("(")[0].strip() in KINDS:
-        maker = parse_adversary(maker)
+def _stream(branch: str, maker: str | Callable[..., Any]) -> Stream:
+    if isinstance(maker, str):
+        first = maker.partition("(")[0].partition("+")[0].strip()
+        if first in KINDS:
+            maker = parse_adversary(maker)
+        elif first and first.lower() not in AUGMENTATIONS:
+            known = nearest(first, (*AUGMENTATIONS, *KINDS))
+            raise LabError(
+                f"there is no augmentation or attack {first!r} to make the stream {branch}; {known}"
+            )
+    if isinstance(maker, Attack):
+        maker = Adversary(maker)
     if isinstance(maker, Adversary):
         return Stream(branch, None if maker.of is None else parse_maker(maker.of), maker)
     return Stream(branch, parse_maker(maker) if isinstance(maker, str) else maker)

@@ -29,6 +29,7 @@ from .view import (
     HeatMap,
     Importance,
     Look,
+    Quantity,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ INK, MUTED, RULE, PAPER = "#1d2127", "#5a626d", "#d9dde3", "#fefefd"
 VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"} | {
     c.light: f"--c{i}" for i, c in enumerate(COLOURS)
 }
+PERCENT = (-2.0, 102.0)  # limits of an axis in per cent
 SCALE = "viridis"  # of heat maps: rises evenly in lightness, the same to every kind of colour vision
 RC: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "normlab", "text.parse_math": False, "font.size": 10.5,
@@ -249,14 +251,10 @@ def apart(positions: Sequence[float], space: float, height: float) -> list[float
     return moved
 
 
-def percent_limits(y_label: str) -> tuple[float, float] | None:
-    return (-2, 102) if "%" in y_label else None
-
-
 def curve(found: Curve, configs: Mapping[str, Config]) -> str:
     series = [Line(k, configs[k].look, s.x, s.cells) for k, s in found.series.items()]
     # Between branches a point is much: on the scale from 0 to 100 every curve would be flat.
-    limits = None if found.kind == "between" else percent_limits(found.y_label)
+    limits = PERCENT if found.percent and found.kind != "between" else None
     return lines(series, found.x_label, found.y_label, f"{found.y_label} against {found.x_label}: {found.title}",
                  limits=limits)  # fmt: skip
 
@@ -266,7 +264,7 @@ def grid_line(found: GridLine) -> str:
     values = sorted({x for line in series for x in line.x})
     log = values[0] > 0 and values[-1] / values[0] >= 8
     return lines(series, found.x_label + (" (log scale)" if log else ""), "accuracy (%)" if found.unit == "%" else "",
-                 f"{found.title} against {found.x_label}", limits=percent_limits(found.unit), log=log,
+                 f"{found.title} against {found.x_label}", limits=PERCENT if found.unit == "%" else None, log=log,
                  ticks=values if len(values) <= 8 else None)  # fmt: skip
 
 
@@ -310,7 +308,7 @@ def course(found: Course, look: Look, quantity: str, limits: tuple[float, float]
     ends = []
     for stream in found.streams or ("",):
         for side, ls in (("train", (0, (3, 1.5))), ("test", "-")):
-            plain, own = f"{side} {quantity}", f"{side} {quantity} of {stream}"
+            plain, own = Quantity(side, quantity), Quantity(side, quantity, stream)
             first = not stream or stream == found.streams[0]
             # Without a branch in its name the train loss is the mean of both streams, everything else the first's.
             seeds = found.lines.get(own) or (found.lines.get(plain) if first else None)
@@ -328,7 +326,7 @@ def course(found: Course, look: Look, quantity: str, limits: tuple[float, float]
 
 
 @wrapped
-def overview(found: Sequence[Course], looks: Mapping[str, Look], quantity: str) -> str:
+def overview(found: Sequence[Course], looks: Mapping[str, Look], quantity: Quantity) -> str:
     """One quantity of every configuration, seeds faint."""
     from matplotlib.ticker import MaxNLocator
 
@@ -341,7 +339,7 @@ def overview(found: Sequence[Course], looks: Mapping[str, Look], quantity: str) 
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.set_title(
-        "accuracy (%)" if "accuracy" in quantity else "loss", loc="left", fontsize=10, color=MUTED, pad=8
+        "accuracy (%)" if quantity.what == "accuracy" else "loss", loc="left", fontsize=10, color=MUTED, pad=8
     )
     if named:
         label_ends(axes, ends)
@@ -354,7 +352,7 @@ def course_limits(found: Sequence[Course], quantity: str) -> tuple[float, float]
         v
         for c in found
         for k, seeds in c.lines.items()
-        if quantity in k
+        if k.what == quantity
         for _, y in seeds
         for v in y
         if math.isfinite(v)

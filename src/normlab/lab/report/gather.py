@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import io
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ..measurements import mean_of
+from ..._text import words
+from ..errors import LabError
+from ..measurements import MEASUREMENTS, SCALARS, Scalar, conditions, mean_of, severity_words
+from ..measurements import title_of as measured_title
 from ..results import plain
 from .palette import look_of_norms
 from .view import (
@@ -20,11 +22,13 @@ from .view import (
     Config,
     Course,
     Curve,
+    Evaluation,
     GridLine,
     GridMap,
     HeatMap,
     Importance,
     Look,
+    Quantity,
     Samples,
     Series,
     View,
@@ -37,16 +41,18 @@ if TYPE_CHECKING:
 __all__ = ["gather"]
 
 FIRST = ("norm", "model", "data")  # settings that name a configuration before any other does
-LOWER_IS_BETTER = ("uce", "mce", "ce", "error", "loss", "capv")
 # Measurements that differ in one of these numbers only are points of one curve.
 SIZES = {"eps": ("epsilon", "epsilon"), "std": ("standard deviation of the noise", "noise")}
-KINDS = (("weight of ", "between"),
-         ("eps", "epsilon"), ("noise", "noise"), ("std", "noise"), ("sigma", "noise"), ("severity", "severity"),
-         ("band", "bandwidth"), ("frequen", "bandwidth"))  # fmt: skip
-QUANTITIES = (("train loss", ("train_loss", "loss")), ("test loss", ("test_loss",)),
-              ("train accuracy", ("train_accuracy",)), ("test accuracy", ("test_accuracy", "accuracy")))  # fmt: skip
-ATTACKED = (("test loss under attack", ("attacked_test_loss",)),
-            ("test accuracy under attack", ("attacked_accuracy",)))  # as in training  # fmt: skip
+WHO = ("branch", "mix", "of", "branches")  # arguments that say which of a model's branches is measured
+# What may be drawn of a training, and the keys of the log that have it.
+QUANTITIES = {
+    Quantity("train", "loss"): ("train_loss", "loss"), Quantity("test", "loss"): ("test_loss",),
+    Quantity("train", "accuracy"): ("train_accuracy",), Quantity("test", "accuracy"): ("test_accuracy", "accuracy"),
+}  # fmt: skip
+ATTACKED = {
+    Quantity("test", "loss", attacked=True): ("attacked_test_loss",),
+    Quantity("test", "accuracy", attacked=True): ("attacked_accuracy",),
+}  # as in training
 
 
 def gather(results: Results | None) -> View:
@@ -185,7 +191,8 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
                 if all(scalar in s for s in found)
             }
             known = scalar if several[scalar] == 1 else f"{scalar}, {title}"
-            columns.append(Column(known, unit_of(scalar), not lower(scalar), cells))
+            unit, higher = SCALARS.get(scalar, Scalar("", True))
+            columns.append(Column(known, unit, higher, cells))
     return columns
 
 
@@ -194,17 +201,12 @@ def extras(record: Mapping[str, Any]) -> Mapping[str, float]:
     return record.get("scalars") or {}
 
 
-def unit_of(scalar: str) -> str:
-    """Not the plain per cent of accuracies, which stand on one scale and are told in one sentence."""
-    return "points" if scalar == "affinity" else "% error" if lower(scalar) else ""
-
-
-def lower(name: str) -> bool:
-    return any(word in LOWER_IS_BETTER for word in re.split(r"\W+", name.lower()))
-
-
-def kind_of(text: str) -> str:
-    return next((kind for word, kind in KINDS if word in text.lower()), "other")
+def given_to(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a record's measurement, with what stands for itself left out: ``of`` without ``mix``."""
+    found = dict(record.get("arguments") or {})
+    if "mix" in found:
+        found.setdefault("of", "probabilities")
+    return found
 
 
 def series_of(curves: Sequence[Mapping[str, Any]]) -> Series:
@@ -219,10 +221,13 @@ def series_of(curves: Sequence[Mapping[str, Any]]) -> Series:
 def measured_curves(configs: Sequence[Config]) -> list[Curve]:
     curves = []
     for name, by in collect(configs, "curve").items():
-        first = next(iter(by.values()))[0]["curve"]
+        record = next(iter(by.values()))[0]
+        kind, first = MEASUREMENTS.get(str(record.get("kind"))), record["curve"]
         x_label, y_label = str(first.get("x_label", "")), str(first.get("y_label", "accuracy (%)"))
         series = {label: series_of([r["curve"] for r in found]) for label, found in by.items()}
-        curves.append(Curve(title_of(name, by), kind_of(f"{x_label} {name}"), x_label, y_label, series))
+        against = (kind.against if kind else "") or "other"
+        percent = kind is not None or "y_label" not in first
+        curves.append(Curve(title_of(name, by), against, x_label, y_label, series, percent))
     return curves
 
 
@@ -260,29 +265,42 @@ Corrupted = dict[
 ]  # label -> runs -> severities, accuracies
 
 
-def corrupted(configs: Sequence[Config]) -> dict[str, Corrupted]:
+def corrupted(configs: Sequence[Config]) -> dict[Evaluation, Corrupted]:
     """Accuracies by corruption and severity, apart where severities, branches or numbers of images differ."""
-    found: dict[str, Corrupted] = {}
+    found: dict[Evaluation, Corrupted] = {}
     for config in configs:
         for run in records(config):
-            merged: dict[str, tuple[list[float], dict[str, list[float]]]] = {}
+            merged: dict[Evaluation, tuple[list[float], dict[str, list[float]]]] = {}
             for r in (r for r in run if r.get("corruptions")):
                 rows = {str(k): [float(a) for a in v] for k, v in r["corruptions"].items()}
-                steps = min(map(len, rows.values()))
-                known = (r.get("arguments") or {}).get("severities") or range(1, steps + 1)
-                merged.setdefault(where_of(r), ([float(s) for s in known], {}))[1].update(rows)
+                severities = [float(s) for s in severities_of(r)]
+                merged.setdefault(evaluation(r), (severities, {}))[1].update(rows)
             for where, own in merged.items():
                 found.setdefault(where, {}).setdefault(config.label, []).append(own)
     return found
 
 
-def where_of(record: Mapping[str, Any]) -> str:
-    """The title without the names of corruptions: ``severity 1 to 5 branch aux n=300``."""
-    rest = str(record.get("title", "")).rpartition(", severity ")[2]
-    return f"severity {rest}" if rest else "all severities"
+def severities_of(record: Mapping[str, Any]) -> list[int]:
+    known = given_to(record).get("severities")
+    return list(known or range(1, 1 + min(map(len, record["corruptions"].values()))))
 
 
-def corruption_columns(configs: Sequence[Config]) -> dict[str, list[Column]]:
+def evaluation(record: Mapping[str, Any]) -> Evaluation:
+    """What else than the corruptions a record's numbers depend on; the same for those that stand in one table.
+
+    A record without arguments is known by its measurement alone, and stands by itself.
+    """
+    if record.get("arguments") is None:
+        return Evaluation((("measurement", record["measurement"]),), str(record["measurement"]))
+    given = {k: v for k, v in given_to(record).items() if k not in ("names", "samples")}
+    severities = severities_of(record)
+    pair = record.get("branches", ("main", "aux"))
+    key = {**given, "severities": severities, **({"branches": pair} if "mix" in given else {})}
+    said = " ".join([severity_words(severities), *conditions(given, pair)])
+    return Evaluation(tuple(sorted((k, repr(v)) for k, v in key.items())), said)
+
+
+def corruption_columns(configs: Sequence[Config]) -> dict[Evaluation, list[Column]]:
     """One column a corruption: the mean over its severities, then over seeds."""
     return {
         where: [
@@ -315,22 +333,22 @@ def severity_curves(configs: Sequence[Config]) -> list[Curve]:
             series[config.label] = Series(severities, cells)
         count = len({name for runs in found.values() for _, run in runs for name in run})
         title = f"mean over {count} corruptions" if count > 1 else "one corruption"
-        title += f", {where}" if len(groups) > 1 else ""
+        title += f", {where.words}" if len(groups) > 1 else ""
         if series:
             curves.append(Curve(title, "severity", "severity (0 is clean)", "accuracy (%)", series))
     return curves
 
 
-def clean_accuracies(config: Config, where: str) -> list[float]:
+def clean_accuracies(config: Config, where: Evaluation) -> list[float]:
     """Of the runs, by the branch or mixture that was measured on corrupted images ``where``."""
 
     def seen(record: Mapping[str, Any]) -> list[Any]:
-        given = record.get("arguments") or {}
+        given = given_to(record)
         return [record.get("branch"), *(given.get(k) for k in ("mix", "of", "top"))]
 
     found = []
     for run in records(config):
-        like = next((seen(r) for r in run if r.get("corruptions") and where_of(r) == where), None)
+        like = next((seen(r) for r in run if r.get("corruptions") and evaluation(r) == where), None)
         found += [r["accuracy"] for r in run if r.get("kind") == "clean" and seen(r) == like][:1]
     return found
 
@@ -343,20 +361,21 @@ def heat_maps(configs: Sequence[Config]) -> list[HeatMap]:
     groups: dict[str, dict[str, dict[str, list[Mapping[str, Any]]]]] = {}
     for name, by in collect(configs, "grid").items():
         first = next(iter(by.values()))[0]
-        rest = {k: v for k, v in (first.get("arguments") or {}).items() if k not in ("branch", "mix", "of")}
-        groups.setdefault(repr((first.get("kind", name), first.get("n"), rest)), {})[name] = by
+        rest = {k: v for k, v in given_to(first).items() if k not in WHO}
+        alone = name if first.get("arguments") is None else ""  # nothing says what it differs in from others
+        groups.setdefault(repr((first.get("kind", name), alone, first.get("n"), rest)), {})[name] = by
     maps = []
     for group in groups.values():
         several = len(group) > 1
-        title = min((title_of(name, by) for name, by in group.items()), key=len)
+        title = next(title_of(name, by) for name, by in group.items())
         grids = {
             f"{label}, {branch_of(found[0])}" if several else label: mean_grid([r["grid"]["values"] for r in found])
             for label in dict.fromkeys(label for by in group.values() for label in by)
             for found in (by[label] for by in group.values() if label in by)
         }  # fmt: skip
         first = next(iter(next(iter(group.values())).values()))[0]
-        if several:
-            title = re.sub(r" branch \w+", "", title)
+        if several and first.get("kind") in MEASUREMENTS:  # of all branches: none stands in the title
+            title = measured_title(first["kind"], {k: v for k, v in given_to(first).items() if k not in WHO})
         x_label, y_label = (first["grid"].get(k, "") for k in ("x_label", "y_label"))
         maps.append(HeatMap(title, x_label, y_label, grids))
     return maps
@@ -364,9 +383,10 @@ def heat_maps(configs: Sequence[Config]) -> list[HeatMap]:
 
 def branch_of(record: Mapping[str, Any]) -> str:
     """Which branch was measured, or what of both."""
-    given = record.get("arguments") or {}
+    given = given_to(record)
     if "mix" in given:
-        return f"{given.get('of', 'probabilities')} mixed by {plain(given['mix'])}"
+        pair = f" of {words(given['branches'])}" if "branches" in given else ""
+        return f"{given['of']}{pair} mixed by {plain(given['mix'])}"
     return f"branch {record['branch']}" if "branch" in record else "one branch"
 
 
@@ -413,25 +433,24 @@ def png(encoded: str, shape: Sequence[int]) -> list[bytes]:
 
 def streams_of(config: Config) -> tuple[str, ...]:
     """The two streams of images that the runs were trained on, the tested one first; empty where there is one."""
-    lines = [line for run in config.runs for line in run.history[:1]]
-    for line in lines:
-        second = next((k.removesuffix("_train_accuracy") for k in line if k.endswith("_train_accuracy")), "")
-        others = [k.removesuffix("_loss") for k in line if k.endswith("_loss")]
-        if f"{second}_loss" in line:
-            return next(k for k in others if k not in ("train", "test", second)), second
-    return ()
+    from ..recipes import recipe
+
+    try:
+        trained = recipe(config.runs[0].settings.recipe)
+    except LabError:  # of another version, which had other recipes
+        return ()
+    return tuple(stream.branch for stream in getattr(trained, "streams", ()))
 
 
-def quantities(streams: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """What may be drawn of a training, in words, and the keys of the log that have it."""
-    found = list(QUANTITIES)
-    if streams:
-        second = streams[1]
-        found += [(f"train loss of {name}", (f"{name}_loss",)) for name in streams]
-        found.append((f"train accuracy of {second}", (f"{second}_train_accuracy",)))
-        found += [(f"test {what} of {second}", (f"{second}_{key}",)) for what, key in
-                  (("accuracy", "accuracy"), ("loss", "test_loss"))]  # fmt: skip
-    return [*found, *ATTACKED]
+def quantities(streams: Sequence[str]) -> dict[Quantity, tuple[str, ...]]:
+    """What may be drawn of a training of these streams, and the keys of the log that have it."""
+    found = dict(QUANTITIES)
+    found |= {Quantity("train", "loss", name): (f"{name}_loss",) for name in streams}
+    for name in streams[1:]:
+        found[Quantity("train", "accuracy", name)] = (f"{name}_train_accuracy",)
+        found[Quantity("test", "accuracy", name)] = (f"{name}_accuracy",)
+        found[Quantity("test", "loss", name)] = (f"{name}_test_loss",)
+    return found | ATTACKED
 
 
 def courses(configs: Sequence[Config]) -> list[Course]:
@@ -439,14 +458,14 @@ def courses(configs: Sequence[Config]) -> list[Course]:
     for config in configs:
         lines = {}
         streams = streams_of(config)
-        for words, keys in quantities(streams):
+        for quantity, keys in quantities(streams).items():
             seeds = []
             for run in config.runs:
                 logged = [(h["epoch"], h[k]) for h in run.history for k in keys if is_number(h.get(k))]
                 if logged:
                     seeds.append(([float(e) for e, _ in logged], [float(y) for _, y in logged]))
             if seeds:
-                lines[words] = seeds
+                lines[quantity] = seeds
         if lines:
             found.append(Course(config.label, lines, streams))
     return found
@@ -581,6 +600,7 @@ def grid_maps(
                 maps.append(
                     GridMap(
                         column.title,
+                        column.unit,
                         panel,
                         words_of(down),
                         words_of(across),

@@ -18,7 +18,7 @@ from ..results import plain
 from . import figures as draw
 from .gather import gather, words_of
 from .palette import COLOURS
-from .view import Cell, Comparison, ComparisonRow, Config, Curve, View
+from .view import Cell, Comparison, ComparisonRow, Config, Curve, Quantity, View
 from .words import decimals, near_words, reading, show, signed
 
 if TYPE_CHECKING:
@@ -351,8 +351,7 @@ def grid_map_blocks(view: View, safe: Any) -> list[tuple[str, str, list[tuple[st
         here = [g for g in view.grid_maps if g.title == title]
         means = {g.panel: [[c.mean for c in g.cells.values()]] for g in here}
         scale = draw.scale_of(means)
-        unit = next(c.unit for c in view.columns if c.title == title)
-        bar = safe(draw.colour_bar(scale, "accuracy (%)" if unit == "%" else title))
+        bar = safe(draw.colour_bar(scale, "accuracy (%)" if here[0].unit == "%" else title))
         blocks.append(
             (
                 title,
@@ -366,7 +365,7 @@ def grid_map_blocks(view: View, safe: Any) -> list[tuple[str, str, list[tuple[st
     return blocks
 
 
-def overviews(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[str, str]]:
+def overviews(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[Quantity, str]]:
     looks = {k: c.look for k, c in configs.items()}
     quantities = dict.fromkeys(q for c in view.courses for q in c.lines)
     return [(q, safe(draw.overview(view.courses, looks, q))) for q in quantities]
@@ -378,7 +377,7 @@ def course_blocks(
     blocks = []
     for quantity in ("accuracy", "loss"):
         limits = draw.course_limits(view.courses, quantity)
-        here = [c for c in view.courses[:LIMIT] if any(q.endswith(quantity) for q in c.lines)]
+        here = [c for c in view.courses[:LIMIT] if any(q.what == quantity for q in c.lines)]
         drawings = [(c.label, safe(draw.course(c, configs[c.label].look, quantity, limits))) for c in here]
         if drawings:
             blocks.append((quantity, drawings))

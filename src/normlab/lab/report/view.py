@@ -23,11 +23,13 @@ __all__ = [
     "Config",
     "Course",
     "Curve",
+    "Evaluation",
     "GridLine",
     "GridMap",
     "HeatMap",
     "Importance",
     "Look",
+    "Quantity",
     "Samples",
     "Series",
     "View",
@@ -151,6 +153,18 @@ class Curve:
     x_label: str
     y_label: str
     series: Mapping[str, Series]
+    percent: bool = True  # of 100
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What tables of corruptions differ in: severities, branch, number of images."""
+
+    key: tuple[tuple[str, str], ...]  # arguments and their values: what makes two the same
+    words: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.words
 
 
 @dataclass(frozen=True)
@@ -171,12 +185,29 @@ class Samples:
     after: Mapping[str, list[tuple[bytes, str, str]]]  # label -> (PNG, class before, class after)
 
 
+class Quantity(NamedTuple):
+    """What a learning curve is of.
+
+    >>> str(Quantity("train", "loss", "aux")), str(Quantity("test", "accuracy", attacked=True))
+    ('train loss of aux', 'test accuracy under attack')
+    """
+
+    side: str  # "train" or "test"
+    what: str  # "loss" or "accuracy"
+    stream: str = ""  # of two; none: the mean of their losses, and of all else the first
+    attacked: bool = False  # as in training
+
+    def __str__(self) -> str:
+        of = f" of {self.stream}" if self.stream else ""
+        return f"{self.side} {self.what}{of}{' under attack' * self.attacked}"
+
+
 @dataclass(frozen=True)
 class Course:
     """Learning curves of one configuration: each seed's line of each quantity."""
 
     label: str
-    lines: Mapping[str, list[tuple[list[float], list[float]]]]  # "train loss" -> seeds -> (epochs, values)
+    lines: Mapping[Quantity, list[tuple[list[float], list[float]]]]  # seeds -> (epochs, values)
     streams: tuple[str, ...] = ()  # of images, by their branches, where there are two; the tested one first
 
 
@@ -196,6 +227,7 @@ class GridMap:
     """A measurement over two settings: rows x columns, for each value of what remains."""
 
     title: str
+    unit: str
     panel: str
     row_name: str
     column_name: str
@@ -250,7 +282,7 @@ class View:
     columns: list[Column]
     curves: list[Curve]
     heat_maps: list[HeatMap]
-    corruptions: dict[str, list[Column]]  # by severities and branch, one a corruption: mean over severities
+    corruptions: dict[Evaluation, list[Column]]  # one a corruption: mean over severities
     samples: list[Samples]
     courses: list[Course]
     importance: list[Importance]

@@ -59,7 +59,7 @@ def reading(view: View) -> list[str]:
     return [s for s in (
         extent(view), *leads(told), level(told),
         f"The table has {left} further measurement{'s' * (left > 1)}." if left else "",
-        against_none(view, told), trust(view),
+        against_none(view, told), without_output(view), trust(view),
     ) if s]  # fmt: skip
 
 
@@ -136,6 +136,18 @@ def against_none(view: View, columns: Sequence[Column]) -> str:
                 f"{signed(points)} on {c.name}{f' ({size(errors)[2:]})' if errors is not None else ''}"
             )
     return f"Batch norm against no normalization, in points: {words(changes)}." if changes else ""
+
+
+def without_output(view: View) -> str:
+    """Runs whose network gave no finite output for some images."""
+    found = []
+    for config in view.configs:
+        lost = [[r["not_finite"] for r in run.records if r.get("not_finite")] for run in config.runs]
+        if number := sum(map(bool, lost)):
+            images, of = (sum(v[k] for own in lost for v in own) for k in ("images", "of"))
+            runs = f"{number} of {len(lost)} runs, " if len(lost) > 1 else ""
+            found.append(f"{spoken(config.label)} ({runs}{images:,} of {of:,} images)")
+    return f"There was no finite output, which counts as wrong, by {words(found)}." if found else ""
 
 
 def trust(view: View) -> str:

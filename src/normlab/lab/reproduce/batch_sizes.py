@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..norms import parse_norm
 from ..report.view import ComparisonRow
 from .base import Context, compared
 from .figures import Published, Value
 from .grid import Case, Cells, Column, Grid, run_grid, settings_for
 
-__all__ = ["CLEAN", "Workers", "base", "by_size", "run_sizes", "with_ghost"]
+__all__ = ["CLEAN", "Workers", "base", "by_norm", "by_size", "group_norm", "run_sizes", "with_ghost"]
 
 CLEAN = Column("clean", "clean")
 
@@ -29,13 +30,12 @@ class Workers(NamedTuple):
 
 def with_ghost(norm: str, samples: int) -> str:
     """The norm with statistics of so many samples at a time; those within a sample stay as they are."""
-    name, bracket, rest = norm.partition("(")
-    if name not in ("batch", "batch_group", "batch_renorm", "switchable", "sparse_switchable", "mode"):
+    known = parse_norm(norm)
+    if known.name not in ("batch", "batch_group", "batch_renorm", "switchable", "sparse_switchable", "mode"):
         return norm
-    inner = rest.removesuffix(")")
-    if "[" in inner and "batch" not in inner:  # a mixture of pools within a sample
+    if "batch" not in dict(known.options).get("pools", ("batch",)):  # a mixture of pools within a sample
         return norm
-    return f"{name}({inner}{', ' if bracket and inner else ''}ghost={samples})"
+    return f"{norm.removesuffix(')')}{', ' if known.options else '('}ghost={samples})"
 
 
 def group_norm(ctx: Context) -> str:
@@ -79,9 +79,9 @@ def by_size(
     sizes: Sequence[Workers],
     printed: Published | None,
     name: Any = str,
-) -> list[ComparisonRow]:
+) -> dict[tuple[str, Workers], ComparisonRow]:
     """Rows of norms, columns of sizes."""
-    rows = []
+    rows = {}
     cases = {c.label: c for c in cells.grid.cases}
     for label in norms:
         for size in sizes:
@@ -89,5 +89,15 @@ def by_size(
             if case is None or not (values := cells.values(case, CLEAN)):
                 continue
             own: Mapping[str, Value] = printed.rows.get((label,), {}) if printed is not None else {}
-            rows.append(compared(label, name(size), own.get(name(size)), list(values.values())))
+            rows[label, size] = compared(label, name(size), own.get(name(size)), list(values.values()))
     return rows
+
+
+def by_norm(
+    rows: Mapping[tuple[str, Workers], ComparisonRow], place: Callable[[Workers], float]
+) -> dict[str, dict[float, ComparisonRow]]:
+    """The rows as lines of a picture, each cell at its size's place on the axis."""
+    lines: dict[str, dict[float, ComparisonRow]] = {}
+    for (label, size), row in rows.items():
+        lines.setdefault(label, {})[place(size)] = row
+    return lines

@@ -257,7 +257,7 @@ def _checked(only: Mapping[str, str]) -> Mapping[str, str]:
 
 def _elsewhere(ctx: Context, run: Run, column: Column) -> dict[str, Any]:
     """A measurement of the run's kept weights on another data set; the network's own standardisation stays."""
-    from ..evaluate import measure
+    from ..evaluate import not_finite
     from ..evaluate import parse as parse_measurement
     from ..study import load_model
 
@@ -266,7 +266,9 @@ def _elsewhere(ctx: Context, run: Run, column: Column) -> dict[str, Any]:
     def compute() -> dict[str, Any]:
         model, settings = load_model(run.folder, device=ctx.place)
         data = other_data(ctx, column.data, settings).to(ctx.place)
-        (record,) = measure(model, data, [measurement], device=ctx.place, seed=settings.seed)
+        record = measurement.run(model, data, device=ctx.place, seed=settings.seed)
+        if said := not_finite(run.name, [record]):
+            ctx.say(said)
         return {"data": column.data, **record}
 
     key = {"run": run.name, "data": column.data, "measurement": measurement.name}

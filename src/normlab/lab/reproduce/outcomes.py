@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..report.view import Comparison, ComparisonRow
 from .base import Context, Outcome, save_figure
@@ -13,7 +15,7 @@ from .grid import Cells, draw_rows
 if TYPE_CHECKING:
     from ..study import Results
 
-__all__ = ["curves", "joined", "log_axis", "missing", "table"]
+__all__ = ["Levels", "curves", "joined", "levels", "missing", "table"]
 
 
 def missing(*cells: Cells) -> str:
@@ -86,7 +88,46 @@ def curves(
     return picture
 
 
-def log_axis(ax: Any, values: Sequence[float]) -> None:
-    """Powers of two a step apart, each written out."""
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(values, [f"{v:g}" for v in values])
+class Levels(NamedTuple):
+    """Cells of a table as lines: where each stands on the axis, and what is written there."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Mapping[float, ComparisonRow]]
+    ticks: Mapping[float, str]
+
+
+def levels(panels: Sequence[Levels]) -> Any:
+    """Our cells with their standard errors, as the tables have them; side by side, so that no bar hides another."""
+    import matplotlib.pyplot as plt
+
+    from ..report.palette import COLOURS, MARKERS
+
+    size = (5.6 * len(panels), 3.8)
+    picture, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    for ax, panel in zip(axes[0], panels, strict=True):
+        several = any(row.error is not None for line in panel.lines.values() for row in line.values())
+        nearest = min((b - a for a, b in pairwise(sorted(panel.ticks))), default=1.0)
+        apart = 0.5 * nearest / max(len(panel.lines), 1) if several else 0.0
+        for k, (label, line) in enumerate(panel.lines.items()):
+            aside = apart * (k - (len(panel.lines) - 1) / 2)
+            ax.errorbar(
+                [x + aside for x in line], [row.mean for row in line.values()],
+                yerr=[nan if row.error is None else row.error for row in line.values()], capsize=2, lw=1.2, ms=4,
+                fmt=f"{MARKERS[k % len(MARKERS)]}-", color=COLOURS[k % len(COLOURS)].light, label=label,
+            )  # fmt: skip
+        ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+        ax.set_title(panel.title, fontsize=10)
+        ax.set_xlabel(panel.x_label, fontsize=9)
+        ax.set_ylabel(panel.y_label, fontsize=9)
+        ax.grid(alpha=0.3)
+        ax.tick_params(labelsize=8)
+        if panel.lines:
+            ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    counts = sorted({row.n for panel in panels for line in panel.lines.values() for row in line.values()})
+    if counts and counts[-1] > 1:
+        seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+        said = f"means of {seeds} seeds and their standard errors, a little beside each other"
+        picture.supxlabel(said, fontsize=8)
+    return picture

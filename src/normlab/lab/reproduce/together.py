@@ -21,6 +21,7 @@ from ...layers import BatchNorm1d
 from ..data import Data, pixels
 from ..loop import arithmetic
 from ..norms import parse_norm
+from ..predict import among
 from ..quick import Captured
 from ..seeds import generator
 from ..settings import Settings
@@ -134,7 +135,8 @@ class _Stack:
             logits = self.logits(pixels(images).flatten(1), training=False)
             every = labels.expand(len(logits), -1)
             loss = F.cross_entropy(logits.flatten(0, 1), every.flatten(), reduction="none").view(every.shape)
-            sums += torch.stack([loss.sum(1).double(), (logits.argmax(2) == labels).sum(1).double()])
+            right = among(logits.flatten(0, 1), every.flatten(), 1).view(every.shape)
+            sums += torch.stack([loss.sum(1).double(), right.sum(1).double()])
         return sums
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import log2
+
 from ...._text import words
+from ...report.view import ComparisonRow
 from ..base import Context, Entry, Outcome, compared, save_figure
-from ..batch_sizes import CLEAN, Workers, base, by_size, group_norm, run_sizes
+from ..batch_sizes import CLEAN, Workers, base, by_norm, by_size, group_norm, run_sizes
 from ..figures import published
-from ..outcomes import curves, log_axis, table
+from ..outcomes import Levels, levels, table
 
 __all__ = ["ENTRIES", "GROUPS", "TABLE_1", "TABLE_2"]
 
@@ -59,20 +62,17 @@ def _table_1(ctx: Context) -> Outcome:
     norms = {f"G={g}": f"batch_group({g})" for g in groups}
     cells = run_sizes(ctx, base(ctx), norms, sizes, ctx.seed_list(default=1, full=1))
     cases = {c.label: c for c in cells.grid.cases}
-    rows, lines = [], {}
+    lines: dict[str, dict[float, ComparisonRow]] = {}
     for size in sizes:
-        printed = TABLE_1.rows.get((str(size.samples),), {})
-        rows += [
-            compared(f"{size.samples} a worker", f"G={g}", printed.get(str(g)), list(values.values()))
+        label, printed = f"{size.samples} a worker", TABLE_1.rows.get((str(size.samples),), {})
+        lines[label] = {
+            log2(g): compared(label, f"G={g}", printed.get(str(g)), list(values.values()))
             for g in groups
             if (values := cells.values(cases[f"G={g} {size}"], CLEAN))
-        ]
-        means = [(r.column, r.mean) for r in rows if r.label == f"{size.samples} a worker"]
-        lines[f"{size.samples} a worker"] = (
-            [([float(c[2:]) for c, _ in means], [m for _, m in means])] if means else []
-        )
-    picture = curves([("batch group norm", "groups", "accuracy (%)", lines)])
-    log_axis(picture.axes[0], groups)
+        }
+    rows = [row for line in lines.values() for row in line.values()]
+    ticks = {log2(g): str(g) for g in groups}
+    picture = levels([Levels("batch group norm", "groups", "accuracy (%)", lines, ticks)])
     drawn = [save_figure(picture, ctx.folder, "groups")] if rows else []
     return table(ctx, "table1", "Table 1: number of groups", rows, _note(ctx), [cells], figures=drawn)
 
@@ -87,11 +87,11 @@ def _table_2(ctx: Context) -> Outcome:
     }  # fmt: skip
     sizes = [Workers(workers, n) for n in samples]
     cells = run_sizes(ctx, base(ctx), norms, sizes, ctx.seed_list(default=1, full=1))
-    rows = by_size(cells, norms, sizes, TABLE_2, lambda size: str(size.samples))
-    lines = {label: [([float(r.column) for r in own], [r.mean for r in own])]
-             for label in norms if (own := [r for r in rows if r.label == label])}  # fmt: skip
-    picture = curves([("accuracy against batch size", "samples a worker", "accuracy (%)", lines)])
-    log_axis(picture.axes[0], samples)
+    found = by_size(cells, norms, sizes, TABLE_2, lambda size: str(size.samples))
+    rows, lines = list(found.values()), by_norm(found, lambda size: log2(size.samples))
+    ticks = {log2(n): str(n) for n in samples}
+    title = "accuracy against batch size"
+    picture = levels([Levels(title, "samples a worker", "accuracy (%)", lines, ticks)])
     drawn = [save_figure(picture, ctx.folder, "sizes")] if rows else []
     said = (
         f" BGN has {words([groups[n] for n in samples])} groups at {words(samples)} samples a worker. BRN and SN are "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....pools import parse_pool
 from ...report.view import Comparison, ComparisonRow
-from ..base import Context, Entry, Outcome, compared
-from ..batch_sizes import CLEAN, Workers, base, by_size, group_norm, run_sizes
+from ..base import Context, Entry, Outcome, compared, save_figure
+from ..batch_sizes import CLEAN, Workers, base, by_norm, by_size, group_norm, run_sizes
 from ..figures import published
 from ..grid import Cells
-from ..outcomes import table
+from ..outcomes import Levels, levels, table
 
 __all__ = ["ENTRIES", "TABLE_2"]
 
@@ -59,7 +60,8 @@ def _table_2(ctx: Context) -> Outcome:
     }
     cells = run_sizes(ctx, settings, norms, sizes, seeds)
     variants = run_sizes(ctx, settings, {k: v for k, (v, _) in VARIANTS.items()}, sizes[:1], seeds)
-    rows = by_size(cells, norms, sizes, TABLE_2, _name)
+    found = by_size(cells, norms, sizes, TABLE_2, _name)
+    weights = _importance(cells, sizes)
     note = (
         "ResNet-20 on CIFAR-10, 30 epochs, in place of ResNet-50 on ImageNet, 100 epochs. The paper's figures are "
         "ImageNet's; the direction can be compared."
@@ -72,16 +74,32 @@ def _table_2(ctx: Context) -> Outcome:
         f"{ctx.pick(default=128, full=256)} images in proportion. Of one sample a worker there is no BN, and SN mixes "
         f"instance and layer statistics, as in the paper. Group norm has {ctx.pick(default=4, full=8)} groups."
     )
+    said = "Mean over layers of the weights in means and variances; the paper has it as a picture."
+    of_weights = Comparison("Figure 4: importance weights of switchable norm", list(weights.values()), said)
     return table(
-        ctx, "table2", "Table 2: (workers, samples a worker)", rows, note, [cells, variants],
-        more=[_importance(cells, sizes), _variants(variants, sizes[0])],
+        ctx, "table2", "Table 2: (workers, samples a worker)", list(found.values()), note, [cells, variants],
+        more=[of_weights, _variants(variants, sizes[0])],
+        figures=[save_figure(_draw(found, weights, sizes), ctx.folder, "sizes")] if found else [],
     )  # fmt: skip
 
 
-def _importance(cells: Cells, sizes: list[Workers]) -> Comparison:
+Rows = dict[tuple[str, Workers], ComparisonRow]
+
+
+def _draw(found: Rows, weights: Rows, sizes: list[Workers]) -> Any:
+    """Accuracy of each normalizer and weight of each pool, in the order of the table."""
+    ticks = {float(k): _name(size) for k, size in enumerate(sizes)}
+    panels = (("Table 2", "accuracy (%)", found), ("Figure 4: switchable norm", "weight (%)", weights))
+    return levels([
+        Levels(title, "(workers, samples a worker)", y_label, by_norm(rows, lambda s: float(sizes.index(s))), ticks)
+        for title, y_label, rows in panels
+    ])  # fmt: skip
+
+
+def _importance(cells: Cells, sizes: list[Workers]) -> Rows:
     """Figure 4: weights of instance, layer and batch statistics, averaged over layers, means and variances."""
     cases = {c.label: c for c in cells.grid.cases}
-    rows: list[ComparisonRow] = []
+    rows: Rows = {}
     for size in sizes:
         found: dict[str, list[float]] = {}
         for run in cells.of(cases[f"SN {size}"]):
@@ -89,10 +107,9 @@ def _importance(cells: Cells, sizes: list[Workers]) -> Comparison:
             for pool in layers[0] if layers else ():
                 pairs = [layer[pool] for layer in layers]
                 mean = 100 * sum(a + b for a, b in pairs) / (2 * len(pairs))
-                found.setdefault(pool.partition("/")[0], []).append(mean)
-        rows += [compared(_name(size), pool, None, values) for pool, values in found.items()]
-    said = "Mean over layers of the weights in means and variances; the paper has it as a picture."
-    return Comparison("Figure 4: importance weights of switchable norm", rows, said)
+                found.setdefault(parse_pool(pool).name, []).append(mean)
+        rows |= {(pool, size): compared(_name(size), pool, None, values) for pool, values in found.items()}
+    return rows
 
 
 def _variants(cells: Cells, size: Workers) -> Comparison:

@@ -118,17 +118,20 @@ def _table_3(ctx: Context) -> Outcome:
     setting = setting_of(ctx)
     strong = "randaugment"
     rows = {
-        "(1) flips and crops": case_of("standard", setting=setting),
-        "(2) RandAugment": case_of(strong, setting=setting),
-        "(3) two RandAugment batches": case_of(strong, strong, setting, norm="batch"),
-        "(4) two RandAugment batches, separated": case_of(strong, strong, setting),
-        "(5) Weak Augment, one batch norm": case_of("cutout", strong, setting, norm="batch"),
-        "(6) Weak Augment, shared affine map": case_of(
+        "flips and crops": case_of("standard", setting=setting),
+        "RandAugment": case_of(strong, setting=setting),
+        "two RandAugment batches": case_of(strong, strong, setting, norm="batch"),
+        "two RandAugment batches, separated": case_of(strong, strong, setting),
+        "Weak Augment, one batch norm": case_of("cutout", strong, setting, norm="batch"),
+        "Weak Augment, shared affine map": case_of(
             "cutout", strong, setting, norm="auxiliary(shared_affine=True)"
         ),
-        "(7) Weak Augment": case_of("cutout", strong, setting),
+        "Weak Augment": case_of("cutout", strong, setting),
     }
-    cases = [Case(label, own, {"clean": paper.TABLE_3[label[1]]["accuracy"]}) for label, own in rows.items()]
+    cases = [
+        Case(f"({number}) {label}", own, {"clean": paper.TABLE_3[str(number)]["accuracy"]})
+        for number, (label, own) in enumerate(rows.items(), 1)
+    ]
     cells = run_grid(ctx, Grid(base(ctx), cases, [CLEAN]), _seeds(ctx))
     said = (
         " In rows 3 and 5 both batches are one batch of twice the size. The paper's row 1 has the figure of Cutout; "
