@@ -407,6 +407,15 @@ def test_long_names_of_a_map_do_not_meet() -> None:
     assert max(len(t) for t in re.findall(r">([^<]*init_std[^<]*|sandwich[^<]*)</text>", drawn)) <= 12
 
 
+def test_no_map_of_cells_that_have_none_beside_them() -> None:
+    norms, recipes = ("batch", "auxiliary"), ["augmented(cutout)", "streams(main=cutout, aux=randaugment)"]
+    results = made_up(norms, 1, recipe=recipes)
+    assert gather(results).grid_maps
+    pairs = set(zip(norms, recipes, strict=True))
+    few = [run for run in results.runs if (run.settings.norm, run.settings.recipe) in pairs]
+    assert len(few) == 2 and not gather(Results(results.study, few)).grid_maps
+
+
 def test_runs_without_finite_outputs_are_told_of() -> None:
     results = made_up(("none", "batch"), 3)
     assert "finite" not in " ".join(reading(gather(results)))

@@ -576,7 +576,10 @@ def width(values: Iterable[Any]) -> int:
 def grid_maps(
     configs: Sequence[Config], axes: Mapping[str, list[Any]], columns: Sequence[Column]
 ) -> list[GridMap]:
-    """Two axes span the map, numeric ones first; what remains makes one map each."""
+    """Two axes span the map, numeric ones first; what remains makes one map each.
+
+    Where no row or no column of a map has two cells to compare, the table says it better.
+    """
     wide = [k for k, v in axes.items() if len(v) > 1]
     if len(wide) < 2:
         return []
@@ -595,7 +598,7 @@ def grid_maps(
                 for c in configs
                 if all(c.values[k] == v for k, v in here.items()) and c.label in column.cells
             }
-            if cells:
+            if all(len(cells) > len({place[k] for place in cells}) for k in (0, 1)):
                 panel = label_of(here, {}) if here else ""
                 maps.append(
                     GridMap(
