@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,34 @@ import torch.distributed as dist
 
 if not torch.cuda.is_available():  # before the kernels are defined: they then run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter replaces its whole language at each call inside a kernel; once for a launch is enough.
+
+    A third of its time goes there. A language whose ``load`` is replaced already is left as it is.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    whole = interpreter._patch_lang
+
+    @cache
+    def languages(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+    def once(function: Any) -> Any:
+        if any(tl.core.is_builtin(language.load) for language in languages(function)):
+            return whole(function)
+        return interpreter._LangPatchScope()  # of no change
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", once)
+        yield
 
 
 @pytest.fixture(autouse=True)
