@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +20,11 @@ if not torch.cuda.is_available():  # before the kernels are defined: they then r
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter replaces its whole language at each call inside a kernel; once for a launch is enough.
+    """Triton's interpreter without what takes most of its time and changes no number.
 
-    A third of its time goes there. A language whose ``load`` is replaced already is left as it is.
+    It replaces its whole language at each call inside a kernel, where once for a launch is enough: a language whose
+    ``load`` is replaced already is left as it is. And it computes each sum of integers again in 64 bits, to see
+    overflows, as no GPU does; :func:`watched_integers` asks for that where every normalizer comes by.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         yield
@@ -29,7 +32,7 @@ def quick_interpreter() -> Iterator[None]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    whole = interpreter._patch_lang
+    whole, builder = interpreter._patch_lang, interpreter.interpreter_builder
 
     @cache
     def languages(function: Any) -> list[Any]:
@@ -42,7 +45,17 @@ def quick_interpreter() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", once)
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
+
+
+@pytest.fixture
+def watched_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An integer of a kernel that overflows is an error of Triton's interpreter."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +85,14 @@ def read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "_read", cache(data._read))
         yield
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of a study in this process, as on a GPU: where it does not matter, processes need not be started."""
+    from normlab.lab import study
+
+    monkeypatch.setattr(study, "_share_cores", lambda place, runs: False)
 
 
 @pytest.fixture
