@@ -23,8 +23,9 @@ def quick_interpreter() -> Iterator[None]:
     """Triton's interpreter without what takes most of its time and changes no number.
 
     It replaces its whole language at each call inside a kernel, where once for a launch is enough: a language whose
-    ``load`` is replaced already is left as it is. And it computes each sum of integers again in 64 bits, to see
-    overflows, as no GPU does; :func:`watched_integers` asks for that where every normalizer comes by.
+    ``load`` is replaced already is left as it is. It writes a table of types to look one up. And it computes each sum
+    of integers again in 64 bits, to see overflows, as no GPU does; :func:`watched_integers` asks for that where every
+    normalizer comes by.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         yield
@@ -43,8 +44,16 @@ def quick_interpreter() -> Iterator[None]:
             return whole(function)
         return interpreter._LangPatchScope()  # of no change
 
+    known = cache(interpreter._get_np_dtype)
+
+    def numpy_type(kind: Any) -> Any:
+        scalar = kind.scalar  # of a block, what it is made of; pointers have no hash
+        return address if scalar.is_ptr() else known(scalar)
+
+    address = interpreter._get_np_dtype(tl.pointer_type(tl.float32))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", once)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_type)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
 
