@@ -24,8 +24,8 @@ def quick_interpreter() -> Iterator[None]:
 
     It replaces its whole language at each call inside a kernel, where once for a launch is enough: a language whose
     ``load`` is replaced already is left as it is. It writes a table of types to look one up. And it computes each sum
-    of integers again in 64 bits, to see overflows, as no GPU does; :func:`watched_integers` asks for that where every
-    normalizer comes by.
+    of integers again in 64 bits, to see overflows of which it says nothing unless it debugs; :func:`watched_integers`
+    has it say so where every normalizer comes by.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         yield
@@ -64,7 +64,7 @@ def watched_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
         from triton.runtime.interpreter import interpreter_builder as builder
 
-        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
+        monkeypatch.setattr(builder, "options", replace(builder.options, debug=True, sanitize_overflow=True))
 
 
 @pytest.fixture(autouse=True)
