@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,55 @@ import torch.distributed as dist
 
 if not torch.cuda.is_available():  # before the kernels are defined: they then run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter without what takes most of its time and changes no number.
+
+    It replaces its whole language at each call inside a kernel, where once for a launch is enough: a language whose
+    ``load`` is replaced already is left as it is. It writes a table of types to look one up. And it computes each sum
+    of integers again in 64 bits, to see overflows of which it says nothing unless it debugs; :func:`watched_integers`
+    has it say so where every normalizer comes by.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    whole, builder = interpreter._patch_lang, interpreter.interpreter_builder
+
+    @cache
+    def languages(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+    def once(function: Any) -> Any:
+        if any(tl.core.is_builtin(language.load) for language in languages(function)):
+            return whole(function)
+        return interpreter._LangPatchScope()  # of no change
+
+    known = cache(interpreter._get_np_dtype)
+
+    def numpy_type(kind: Any) -> Any:
+        scalar = kind.scalar  # of a block, what it is made of; pointers have no hash
+        return address if scalar.is_ptr() else known(scalar)
+
+    address = interpreter._get_np_dtype(tl.pointer_type(tl.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", once)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        yield
+
+
+@pytest.fixture
+def watched_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An integer of a kernel that overflows is an error of Triton's interpreter."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        monkeypatch.setattr(builder, "options", replace(builder.options, debug=True, sanitize_overflow=True))
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +94,14 @@ def read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "_read", cache(data._read))
         yield
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of a study in this process, as on a GPU: where it does not matter, processes need not be started."""
+    from normlab.lab import study
+
+    monkeypatch.setattr(study, "_share_cores", lambda place, runs: False)
 
 
 @pytest.fixture

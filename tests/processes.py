@@ -7,13 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 __all__ = ["filled_once", "join", "run_ranks"]
 
@@ -28,8 +29,13 @@ def join(rank: int, world: int, folder: str) -> None:
 
 
 def run_ranks(work: Callable[[int, int, str], None], number: int, folder: Path) -> None:
-    """``work(rank, number, folder)`` in so many processes."""
-    processes = spawn(work, (number, str(folder)), nprocs=number, join=False)
+    """``work(rank, number, folder)`` in so many processes, forked from one that has imported what they need."""
+    get_context("forkserver").set_forkserver_preload(
+        ["torch._dynamo", "torch.distributed", "normlab.lab", "pytest"]
+    )
+    processes = start_processes(
+        work, (number, str(folder)), nprocs=number, join=False, start_method="forkserver"
+    )
     assert processes is not None
     deadline = time.monotonic() + 120
     while not processes.join(1):

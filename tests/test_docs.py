@@ -45,6 +45,7 @@ def test_blocks_are_found_where_they_are():
     assert blocks(text) == [Block(3, "x = 1\n"), Block(10, "if x:\n    w = 2\n")]
 
 
+@pytest.mark.usefixtures("one_at_a_time")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=name)
 def test_examples_run(page, tmp_path, monkeypatch):
     """The blocks of a page run in order in one namespace, in an empty folder."""

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from itertools import chain
+from typing import NamedTuple
 
 import pytest
 
@@ -26,22 +28,42 @@ def run(code: str) -> str:
     ).stdout
 
 
+class Imported(NamedTuple):
+    """What ``import normlab`` adds to ``import torch``, in a process of its own."""
+
+    torch_time: float  # seconds
+    own_time: float
+    modules: set[str]
+
+
+def import_both() -> Imported:
+    code = """
+import sys
+from time import perf_counter as now
+start = now()
+import torch
+middle, before = now(), set(sys.modules)
+import normlab
+print(middle - start, now() - middle, *sorted(set(sys.modules) - before))
+"""
+    torch_time, own_time, *modules = run(code).split()
+    return Imported(float(torch_time), float(own_time), set(modules))
+
+
 @pytest.fixture(scope="module")
-def imported() -> set[str]:
-    """Modules that ``import normlab`` adds to those of ``import torch``."""
-    code = "import sys, torch; before = set(sys.modules); import normlab; print(*sorted(set(sys.modules) - before))"
-    return set(run(code).split())
+def imported() -> Imported:
+    return import_both()
 
 
 def test_nothing_but_torch_is_imported(imported):
-    top = {name.partition(".")[0] for name in imported}
+    top = {name.partition(".")[0] for name in imported.modules}
     assert top <= {"normlab", "torch", *sys.stdlib_module_names}
     assert "normlab" in top
 
 
 def test_the_lab_and_compilers_wait_until_they_are_used(imported):
     for part in ("normlab.lab", "torch._dynamo", "torch._inductor", "torch.testing", "triton"):
-        assert not [name for name in imported if name == part or name.startswith(f"{part}.")]
+        assert not [name for name in imported.modules if name == part or name.startswith(f"{part}.")]
 
 
 def test_optional_packages_may_be_absent():
@@ -62,19 +84,10 @@ print("done")
     assert run(code).strip() == "done"
 
 
-def test_it_is_quick():
-    """Compared with torch itself, in the same process: absolute times depend on the machine."""
-    code = """
-from time import perf_counter as now
-start = now()
-import torch
-middle = now()
-import normlab
-print(middle - start, now() - middle)
-"""
-    pairs = [tuple(map(float, run(code).split())) for _ in range(3)]
-    torch_time, own_time = (min(times) for times in zip(*pairs, strict=True))
-    assert own_time < max(0.2, torch_time / 2)
+def test_it_is_quick(imported):
+    """Compared with torch itself, in the same process: absolute times depend on the machine, so it has three tries."""
+    tries = chain((imported,), (import_both() for _ in range(2)))
+    assert any(t.own_time < max(0.2, t.torch_time / 2) for t in tries)
 
 
 def test_every_public_name_is_there():

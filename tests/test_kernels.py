@@ -73,6 +73,7 @@ def compare(case: Case, x: Tensor, dy: Tensor, training: bool, layer: nn.Module 
     assert both[1]["y"].stride() == both[0]["y"].stride()
 
 
+@pytest.mark.usefixtures("watched_integers")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_kernels_agree_with_torch(case: Case, training: bool):

@@ -770,6 +770,7 @@ def test_a_run_that_diverged_and_one_that_is_unfinished_are_shown(tmp_path: Path
     assert sections(write_report(waiting, tmp_path / "waiting.html")) == {"result", "repeat"}
 
 
+@pytest.mark.usefixtures("one_at_a_time")
 def test_a_study_that_was_run_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     from normlab.lab.study import compare

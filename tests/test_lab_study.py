@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from normlab import lab
-from normlab.lab import LabError, Settings, Study, Watcher, read_results, run_study
+from normlab.lab import LabError, Settings, Study, Watcher, read_results, run_study, workers
 from normlab.lab import study as study_module
 from normlab.lab.grid import DEFAULT, default_folder, make_study
+from processes import filled_once
 
 TINY = Settings(
     data="digits",
@@ -46,8 +48,9 @@ def accuracies(folder):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("study")
-    return run_study(tiny(folder))
+    """A study that was run once for all tests, copied for those of one process: some of them lock it."""
+    shared = filled_once(tmp_path_factory, "finished-study", lambda folder: run_study(tiny(folder / "study")))
+    return read_results(shutil.copytree(shared / "study", tmp_path_factory.mktemp("own") / "study"))
 
 
 class Forbidden(Watcher):
@@ -110,9 +113,8 @@ def test_a_study_is_text_both_ways(finished, tmp_path):
     )
 
 
+@pytest.mark.usefixtures("one_at_a_time")
 def test_a_grid_may_grow(finished, tmp_path):
-    import shutil
-
     folder = tmp_path / "grown"
     shutil.copytree(finished.study.folder, folder)
     old = accuracies(folder)
@@ -149,6 +151,7 @@ def test_other_settings_never_meet_in_a_folder(finished, change, said):
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.usefixtures("one_at_a_time")
 def test_an_axis_may_grow_once_it_is_one(tmp_path):
     axes = {"norm": ["none"], "batch_size": [50, 20]}
     run_study(tiny(tmp_path, axes, ("clean",), epochs=1))
@@ -241,7 +244,9 @@ def test_axes_are_checked():
     assert len(Study(TINY, {"seed": [1, 1, 2]}).grid()) == 2
 
 
-def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path):
+def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path, monkeypatch):
+    """Once with two workers, both of which end, then with one at a time."""
+
     class Stop(Watcher):
         def __init__(self, after):
             self.left = after
@@ -257,7 +262,8 @@ def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path):
         def measured(self, settings, record):
             self.event()
 
-    for after in (3, 4):
+    for cores, after in ((2, 3), (1, 2)):
+        monkeypatch.setattr(workers, "_cores", lambda cores=cores: cores)
         with pytest.raises(KeyboardInterrupt):
             run_study(tiny(tmp_path), progress=Stop(after))
     run_study(tiny(tmp_path))
@@ -287,6 +293,7 @@ run_study(tiny(Path({str(folder)!r})))
     assert accuracies(folder) == accuracies(finished.study.folder)
 
 
+@pytest.mark.usefixtures("one_at_a_time")
 def test_a_notebook_needs_a_few_lines(tmp_path, capsys):
     small = {"data": "digits", "model": "linear", "epochs": 1, "train_size": 200, "test_size": 100}
     results = lab.compare(

@@ -100,7 +100,7 @@ def run_study(
                 watch.run(settings, done_epochs=settings.epochs)
             else:
                 left.append((settings, open_))
-        if place.type == "cpu" and len(grid) > 1 and led().world == 1:
+        if _share_cores(place, len(grid)):
             _run_on_cores(study, left, watch, root, tensorboard)
         else:
             for settings, open_ in left:
@@ -111,6 +111,11 @@ def run_study(
                     append_line(folder / "results.jsonl", record)
                     watch.measured(settings, record)
     return read_results(folder)
+
+
+def _share_cores(place: torch.device, runs: int) -> bool:
+    """Whether runs are several at once, see :mod:`normlab.lab.workers`; under torchrun each is all processes' work."""
+    return place.type == "cpu" and runs > 1 and led().world == 1
 
 
 def _run_on_cores(
