@@ -51,18 +51,30 @@ def _gates(n, stats, gate_weight, gate_bias, gates, C, K: tl.constexpr, KP: tl.c
 
 @triton.jit
 def _mixture(n, c, ok, gates, mode_mean, mode_var, eps, N, C, K: tl.constexpr):
-    """Center, counted as the modes' means are, and scale of rows ``(n, c)``."""
+    """Center, counted as the modes' means are, and scale of rows ``(n, c)``.
+
+    Both from those of the mode that a sample belongs to most: gates sum to one up to rounding, which then meets
+    differences only.
+    """
     col = c < C
-    scale = tl.zeros_like(ok.to(tl.float32))
-    lean = tl.zeros_like(scale)
+    most = tl.zeros_like(n)
+    largest = tl.zeros_like(n.to(tl.float32))
     for k in range(K):
         g = tl.load(gates + n * K + k, mask=n < N, other=0.0)
-        var = tl.load(mode_var + k * C + c, mask=col, other=1.0)
-        mean = tl.load(mode_mean + k * C + c, mask=col, other=0.0)
-        each = g[:, None] * tl.rsqrt(var + eps)[None, :]
-        scale += each
-        lean += each * mean[None, :]
-    return lean / tl.maximum(scale, _TINY), scale
+        most = tl.where(g > largest, k, most)
+        largest = tl.maximum(g, largest)
+    cell = most[:, None] * C + c[None, :]
+    near = tl.rsqrt(tl.load(mode_var + cell, mask=ok, other=1.0) + eps)
+    at = tl.load(mode_mean + cell, mask=ok, other=0.0)
+    scale = near
+    lean = tl.zeros_like(scale)
+    for k in range(K):
+        g = tl.load(gates + n * K + k, mask=n < N, other=0.0)[:, None]
+        inverse = tl.rsqrt(tl.load(mode_var + k * C + c, mask=col, other=1.0) + eps)[None, :]
+        mean = tl.load(mode_mean + k * C + c, mask=col, other=0.0)[None, :]
+        scale += g * (inverse - near)
+        lean += g * inverse * (mean - at)
+    return at + lean / tl.maximum(scale, _TINY), scale
 
 
 @triton.jit

@@ -536,9 +536,14 @@ class _Gated:
             running = self.sources.running[0]
             assert running is not None
             mode_mean, mode_var = (r.to(mean.dtype).reshape(-1, self.modes, c) for r in running)
-        inverse = gates.unsqueeze(2) * torch.rsqrt(mode_var + self.sources.eps)  # [N, K, C]
-        scale = inverse.sum(1)
-        return Coefficients((inverse * mode_mean).sum(1) / scale, scale), [seen]
+        # From the mode that a sample belongs to most: gates sum to one up to rounding, which then meets differences only.
+        inverse = torch.rsqrt(mode_var + self.sources.eps).expand(n, -1, -1)  # [N, K, C]
+        most = gates.argmax(1).view(n, 1, 1).expand(n, 1, c)
+        near, at = inverse.gather(1, most), mode_mean.expand(n, -1, -1).gather(1, most)
+        gates = gates.unsqueeze(2)
+        scale = near + (gates * (inverse - near)).sum(1, keepdim=True)
+        center = at + (gates * inverse * (mode_mean - at)).sum(1, keepdim=True) / scale
+        return Coefficients(center.squeeze(1), scale.squeeze(1)), [seen]
 
 
 @dataclass(frozen=True)
