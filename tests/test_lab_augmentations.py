@@ -475,7 +475,8 @@ def test_labels_follow_their_images(name: str) -> None:
     # Image i is of one colour, i, so that a mixture says what it is made of.
     n = 250
     x = torch.arange(n, dtype=torch.uint8).view(-1, 1, 1, 1).expand(n, 1, 16, 16).contiguous()
-    data = replace(toy(x, crop=4), train=Images(x, torch.arange(n)))
+    classes = tuple(map(str, range(n)))
+    data = replace(toy(x, crop=4), train=Images(x, torch.arange(n)), classes=classes)
     found = parse_augmentation(f"{name}(standard=false)")(x, torch.arange(n), data, source())
     assert not parse_augmentation(name).keeps_labels
     assert found.y2 is not None and found.weight is not None
