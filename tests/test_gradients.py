@@ -17,7 +17,7 @@ import normlab
 from cases import CASES, LEGAL, Case, assert_near, by_id, leaves, values, where, widen
 
 # Torch's own forward-mode differentiation imports a module that scripts.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
 every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 modes = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

@@ -442,7 +442,7 @@ def test_layers_that_change_between_calls(change: str, quick: None):
 
 
 # torch's forward-mode formulas import torch.jit.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of one category or another
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of one category or another
 def test_unusual_calls_are_left_to_python():
     class Mine(torch.Tensor):
         pass

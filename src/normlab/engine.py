@@ -158,8 +158,8 @@ def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
         step >= 8 or step in (spatial, *(whole // g for g in groups))
     ):
         return Rows(channels, spatial // step)
-    ends = {end for g in groups for end in run_ends(whole, g)}
-    return Rows(channels, 1, tuple(sorted(ends.union(spatial * (c + 1) for c in range(channels)))))
+    ends = {spatial * (c + 1) for c in range(channels)} | {end for g in groups for end in run_ends(whole, g)}
+    return Rows(channels, 1, tuple(sorted(ends)))
 
 
 def run_ends(whole: int, groups: int) -> tuple[int, ...]:

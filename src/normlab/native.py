@@ -69,7 +69,7 @@ def _forward(x: Tensor, plan: Plan, weight: Tensor | None, bias: Tensor | None, 
         y, mean, reciprocal = torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)
         found = _Found(y, mean, reciprocal, None, (n, c, s))
     else:
-        if last and plan.groups != 1:
+        if last and (plan.groups != 1 or x.dim() == 3):  # of [N, C, L] torch has no such layout
             return None
         view, groups, flat = (n, c, s), plan.groups, x
         if not shared:  # a weight for each channel of each sample: as many channels of one sample

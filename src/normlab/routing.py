@@ -39,8 +39,21 @@ _NOTHING = Route()
 _scope: ContextVar[_Scope] = ContextVar("normlab_routes", default=_Scope({}))  # noqa: B039
 
 
+# The compiler of torch before 2.15 does not trace a context variable. There compiled models take the route that was
+# entered last, in whichever thread.
+_TRACED = tuple(int(v) for v in torch.__version__.split(".")[:2]) >= (2, 15)
+_last: list[_Scope] = [_scope.get()]
+
+
+def _set(scope: _Scope) -> None:
+    _scope.set(scope)
+    _last[0] = scope
+
+
 def current(layer: nn.Module) -> Route:
     """What is routed to ``layer`` here and now."""
+    if not _TRACED and torch.compiler.is_compiling():
+        return _last[0].table.get(id(layer), _NOTHING)
     return _scope.get().table.get(id(layer), _NOTHING)
 
 
@@ -93,7 +106,7 @@ class route:
             wants = layer.wants  # type: ignore[attr-defined]
             mine = {k: v for k, v in self._given.items() if k in wants}  # type: ignore[operator]
             table[id(layer)] = table.get(id(layer), _NOTHING)._replace(**mine)
-        _scope.set(_Scope(table, outer))
+        _set(_Scope(table, outer))
         return self
 
     def __exit__(
@@ -102,7 +115,7 @@ class route:
         # The way back is in the context and not in this object, which several threads may have entered.
         outer = _scope.get().outer
         assert outer is not None
-        _scope.set(outer)
+        _set(outer)
 
 
 def keep_route() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -115,11 +128,12 @@ def keep_route() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 
 @contextmanager
 def _restored(scope: _Scope) -> Iterator[None]:
-    token = _scope.set(scope)
+    before = _scope.get()
+    _set(scope)
     try:
         yield
     finally:
-        _scope.reset(token)
+        _set(before)
 
 
 def label_index(label: Any, number: int, samples: int | None) -> int | Tensor:

@@ -536,7 +536,7 @@ class _Gated:
             running = self.sources.running[0]
             assert running is not None
             mode_mean, mode_var = (r.to(mean.dtype).reshape(-1, self.modes, c) for r in running)
-        # From the mode that a sample belongs to most: gates sum to one up to rounding, which then meets differences only.
+        # From the mode that a sample belongs to most: gates sum to one up to rounding, which so meets differences only.
         inverse = torch.rsqrt(mode_var + self.sources.eps).expand(n, -1, -1)  # [N, K, C]
         most = gates.argmax(1).view(n, 1, 1).expand(n, 1, c)
         near, at = inverse.gather(1, most), mode_mean.expand(n, -1, -1).gather(1, most)
