@@ -199,7 +199,7 @@ def largest(t: Tensor) -> float:
 def _moments_rows(view: Tensor) -> tuple[Tensor, Tensor]:  # [n, R, s]: mean and deviation, never quite zero
     n, r, size = view.shape
     if view.device.type == "cpu":
-        dense = view.contiguous()  # torch before 2.15 refuses others
+        dense = view.contiguous()  # torch 2.11 refuses others
         _, mean, reciprocal = torch.native_group_norm(dense, None, None, n, r, size, r, _TINY)
         return mean.reshape(n, r), reciprocal.reshape(n, r).reciprocal_()
     var, mean = torch.var_mean(view, -1, correction=0)

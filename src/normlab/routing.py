@@ -39,8 +39,8 @@ _NOTHING = Route()
 _scope: ContextVar[_Scope] = ContextVar("normlab_routes", default=_Scope({}))  # noqa: B039
 
 
-# The compiler of torch before 2.15 does not trace a context variable. There compiled models take the route that was
-# entered last, in whichever thread.
+# The compilers of torch 2.10 and 2.11 do not trace a context variable, that of 2.15 does. Before it compiled models
+# take the route that was entered last, in whichever thread.
 _TRACED = tuple(int(v) for v in torch.__version__.split(".")[:2]) >= (2, 15)
 _last: list[_Scope] = [_scope.get()]
 
