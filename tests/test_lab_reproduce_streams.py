@@ -216,6 +216,7 @@ def test_figures_over_frequencies_are_of_all_seeds(name, tmp_path, monkeypatch):
     ("sandwich-table4", "Losses of training are means over an epoch"),
     ("batch-group-table5", "robust accuracies are not legible"),
     ("batch-group-table2", "1 groups at"), ("switchable-table2", "Of one sample a worker there is no BN"),
+    ("batch-group-table2", "Group norm has "), ("switchable-table2", "Group norm has "),
 ])  # fmt: skip
 def test_notes_say_what_a_table_cannot(name, told, scale, tmp_path, monkeypatch):
     for module in ("sandwich.adversarial", "batch_sizes", "batch_group.adversarial"):

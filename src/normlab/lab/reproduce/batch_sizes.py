@@ -11,7 +11,9 @@ from .base import Context, compared
 from .figures import Published, Value
 from .grid import Case, Cells, Column, Grid, run_grid, settings_for
 
-__all__ = ["CLEAN", "Workers", "base", "by_norm", "by_size", "group_norm", "run_sizes", "with_ghost"]
+__all__ = [
+    "CLEAN", "Workers", "base", "by_norm", "by_size", "group_norm", "group_words", "run_sizes", "with_ghost",
+]  # fmt: skip
 
 CLEAN = Column("clean", "clean")
 
@@ -38,9 +40,17 @@ def with_ghost(norm: str, samples: int) -> str:
     return f"{norm.removesuffix(')')}{', ' if known.options else '('}ghost={samples})"
 
 
+def _groups(ctx: Context) -> int:
+    """Of group norm in these networks."""
+    return ctx.pick(default=4, full=8)
+
+
 def group_norm(ctx: Context) -> str:
-    """Group norm of these networks: with the usual 32 groups, their narrow layers would have instance norm."""
-    return ctx.pick(default="group(4)", full="group(8)", smoke="group(4)")
+    return f"group({_groups(ctx)})"
+
+
+def group_words(ctx: Context) -> str:
+    return f"Group norm has {_groups(ctx)} groups: with the usual 32, narrow layers would have instance norm."
 
 
 def base(ctx: Context) -> Any:

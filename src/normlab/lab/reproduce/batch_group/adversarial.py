@@ -48,13 +48,14 @@ def _table_5(ctx: Context) -> Outcome:
     cells = run_grid(ctx, Grid(base, cases, columns), ctx.seed_list(default=1, full=1))
     note = (
         "WRN-10-2 on CIFAR-10, 200 epochs of Adam at 0.01, every image attacked by PGD with 4 steps of 2/255 and "
-        "size 0.0157 in evaluation mode. Batch group norm has 128 groups. So has the paper's group norm, but on these "
-        "widths that is instance norm, from which the paper's figure differs: here it has 32. Batch size "
-        "(128), schedule (constant) and weight decay (none) are not in the paper. Convolutions in bfloat16."
+        f"size 0.0157 in evaluation mode. Batch group norm has {groups} groups. So has the paper's group norm, but on "
+        f"these widths that is instance norm, from which the paper's figure differs: here it has {of_channels}. "
+        "Batch size (128), schedule (constant) and weight decay (none) are not in the paper. Convolutions in bfloat16."
         if ctx.scale == "full"
         else "Default scale: four convolutions on 2,000 digits of mnist5k, 5 epochs of Adam at 0.01, every image "
-        "attacked by PGD with 4 steps of 0.075 and size 0.15 in evaluation mode, 16 groups (group norm 4), in place of "
-        "WRN-10-2 on CIFAR-10. What can be compared is at most the direction; --full runs the paper's setting."
+        f"attacked by PGD with 4 steps of 0.075 and size 0.15 in evaluation mode, {groups} groups (group norm "
+        f"{of_channels}), in place of WRN-10-2 on CIFAR-10. What can be compared is at most the direction; --full runs "
+        "the paper's setting."
     )
     note += (
         " Robust is under the attack of training. The paper's robust accuracies are not legible; it says that batch "

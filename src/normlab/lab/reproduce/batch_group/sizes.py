@@ -7,7 +7,7 @@ from math import log2
 from ...._text import words
 from ...report.view import ComparisonRow
 from ..base import Context, Entry, Outcome, compared, save_figure
-from ..batch_sizes import CLEAN, Workers, base, by_norm, by_size, group_norm, run_sizes
+from ..batch_sizes import CLEAN, Workers, base, by_norm, by_size, group_norm, group_words, run_sizes
 from ..figures import published
 from ..outcomes import Levels, levels, table
 
@@ -44,8 +44,7 @@ def _note(ctx: Context) -> str:
         return (
             "ResNet-20 on CIFAR-10, 30 epochs, in place of ResNet-50 on ImageNet, 120 epochs: 8 workers as one batch "
             "with ghost statistics of a worker's samples, learning rate 0.1 for 256 images in proportion, weight "
-            "decay 1e-4 on everything. The paper's figures are ImageNet's; the direction can be compared. Group norm "
-            "has 8 groups: the usual 32 would be instance norm on layers of 16 and 32 channels."
+            "decay 1e-4 on everything. The paper's figures are ImageNet's; the direction can be compared."
         )
     return (
         "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, 4 workers as one batch with ghost "
@@ -94,8 +93,8 @@ def _table_2(ctx: Context) -> Outcome:
     picture = levels([Levels(title, "samples a worker", "accuracy (%)", lines, ticks)])
     drawn = [save_figure(picture, ctx.folder, "sizes")] if rows else []
     said = (
-        f" BGN has {words([groups[n] for n in samples])} groups at {words(samples)} samples a worker. BRN and SN are "
-        "not in the paper's table. PN's other figures are not legible."
+        f" BGN has {words([groups[n] for n in samples])} groups at {words(samples)} samples a worker. "
+        f"{group_words(ctx)} BRN and SN are not in the paper's table. PN's other figures are not legible."
     )
     title = "Table 2: samples a worker"
     return table(ctx, "table2", title, rows, _note(ctx) + said, [cells], figures=drawn)

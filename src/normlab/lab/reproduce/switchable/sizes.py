@@ -7,7 +7,7 @@ from typing import Any
 from ....pools import parse_pool
 from ...report.view import Comparison, ComparisonRow
 from ..base import Context, Entry, Outcome, compared, save_figure
-from ..batch_sizes import CLEAN, Workers, base, by_norm, by_size, group_norm, run_sizes
+from ..batch_sizes import CLEAN, Workers, base, by_norm, by_size, group_norm, group_words, run_sizes
 from ..figures import published
 from ..grid import Cells
 from ..outcomes import Levels, levels, table
@@ -72,7 +72,7 @@ def _table_2(ctx: Context) -> Outcome:
     note += (
         " W workers of n samples are one batch of W n images with ghost statistics of n, learning rate 0.1 for "
         f"{ctx.pick(default=128, full=256)} images in proportion. Of one sample a worker there is no BN, and SN mixes "
-        f"instance and layer statistics, as in the paper. Group norm has {ctx.pick(default=4, full=8)} groups."
+        f"instance and layer statistics, as in the paper. {group_words(ctx)}"
     )
     said = "Mean over layers of the weights in means and variances; the paper has it as a picture."
     of_weights = Comparison("Figure 4: importance weights of switchable norm", list(weights.values()), said)
