@@ -10,7 +10,7 @@ from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.norms import parse_norm
 from normlab.lab.recipes import recipe
-from normlab.lab.reproduce.base import Context
+from normlab.lab.reproduce.base import Context, compared
 from normlab.lab.reproduce.batch_group import adversarial, sizes
 from normlab.lab.reproduce.batch_sizes import Workers, with_ghost
 from normlab.lab.reproduce.grid import Cells, settings_for
@@ -237,8 +237,31 @@ def test_pictures_of_curves_can_be_read():
     seeds = {"a": [([1.0, 2.0], [1.0, 2.0]), ([1.0, 2.0], [3.0, 4.0])]}
     picture = curves([(title, "epoch", "loss", seeds) for title in "abcd"])
     assert picture.axes[0].get_gridspec().get_geometry() == (2, 2)  # four in a row would be small print
-    assert picture.get_supxlabel() == "lines are means of 2 seeds, bands from the lowest to the highest"
+    said = "lines are means of 2 seeds, bands their standard errors to both sides"
+    assert picture.get_supxlabel() == said
     plt.close(picture)
+
+
+def test_bands_of_curves_are_the_standard_errors_of_tables():
+    import matplotlib.pyplot as plt
+
+    x, values = [0.0, 0.5, 1.0], [[1.0, 2.0, 5.0], [2.0, 2.0, 5.5], [6.0, 2.0, 9.0]]
+    lines = {"three": [(x, y) for y in values], "one": [(x, values[0])], "none": []}
+    picture = curves([("between", "weight", "accuracy (%)", lines), ("empty", "weight", "uCE (%)", {})])
+    axes = picture.axes[0]
+    rows = [compared("", "", None, column) for column in zip(*values, strict=True)]
+    assert [line.get_label() for line in axes.lines] == ["three", "one"]
+    assert axes.lines[0].get_ydata() == pytest.approx([r.mean for r in rows])
+    (band,) = axes.collections  # one seed has no standard error, and no band
+    for at, row in zip(x, rows, strict=True):
+        ends = [y for place, y in band.get_paths()[0].vertices if place == at]
+        assert row.error is not None
+        assert (min(ends), max(ends)) == pytest.approx((row.mean - row.error, row.mean + row.error))
+    assert "means of 1 to 3 seeds" in picture.get_supxlabel()
+    plt.close(picture)
+    alone = curves([("between", "weight", "accuracy (%)", {"one": lines["one"]})])
+    assert not alone.axes[0].collections and not alone.get_supxlabel()
+    plt.close(alone)
 
 
 def test_pictures_over_sizes_have_the_standard_errors_of_the_table(tmp_path, monkeypatch):

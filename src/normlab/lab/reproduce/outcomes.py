@@ -50,11 +50,11 @@ def table(
 def curves(
     panels: Sequence[tuple[str, str, str, Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]]]],
 ) -> Any:
-    """Panels of (title, x, y, lines), two in a row; a line is the curves of all seeds, their mean and range."""
+    """Panels of (title, x, y, lines), two in a row; a line is the mean of all seeds, its band the standard error."""
     import matplotlib.pyplot as plt
-    import numpy as np
     from matplotlib.ticker import MaxNLocator
 
+    from ..report.gather import series_of
     from ..report.palette import COLOURS
 
     wide, high = min(len(panels), 2), -(-len(panels) // 2)
@@ -66,11 +66,13 @@ def curves(
         for k, (label, found) in enumerate(lines.items()):
             if not found:
                 continue
-            x, y = found[0][0], np.array([values for _, values in found], dtype=float)
+            x, cells = series_of([{"x": x, "y": y} for x, y in found])
             colour = COLOURS[k % len(COLOURS)].light
-            ax.plot(x, y.mean(0), marker="o", ms=3, color=colour, label=label)
+            ax.plot(x, [c.mean for c in cells], marker="o", ms=3, color=colour, label=label)
             if len(found) > 1:
-                ax.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, lw=0)
+                wide = [nan if c.error is None else c.error for c in cells]
+                low, high = ([c.mean + s * e for c, e in zip(cells, wide, strict=True)] for s in (-1, 1))
+                ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
         if all(float(v).is_integer() for found in lines.values() for x, _ in found for v in x):
             ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # layers, epochs
         ax.set_title(title, fontsize=10)
@@ -80,12 +82,19 @@ def curves(
         ax.tick_params(labelsize=8)
         if any(lines.values()):
             ax.legend(fontsize=8, frameon=False)
-    seeds = max((len(found) for *_, lines in panels for found in lines.values()), default=0)
-    if seeds > 1:
-        picture.supxlabel(
-            f"lines are means of {seeds} seeds, bands from the lowest to the highest", fontsize=8
-        )
+    counts = {len(found) for *_, lines in panels for found in lines.values() if found}
+    if max(counts, default=0) > 1:
+        said = f"lines are means of {_range(counts)} seeds, bands their standard errors to both sides"
+        picture.supxlabel(said, fontsize=8)
     return picture
+
+
+def _range(counts: set[int]) -> str:
+    """
+    >>> _range({2}), _range({3, 1, 2})
+    ('2', '1 to 3')
+    """
+    return f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{min(counts)}"
 
 
 class Levels(NamedTuple):
@@ -125,9 +134,8 @@ def levels(panels: Sequence[Levels]) -> Any:
         ax.tick_params(labelsize=8)
         if panel.lines:
             ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    counts = sorted({row.n for panel in panels for line in panel.lines.values() for row in line.values()})
-    if counts and counts[-1] > 1:
-        seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-        said = f"means of {seeds} seeds and their standard errors, a little beside each other"
+    counts = {row.n for panel in panels for line in panel.lines.values() for row in line.values()}
+    if max(counts, default=0) > 1:
+        said = f"means of {_range(counts)} seeds and their standard errors, a little beside each other"
         picture.supxlabel(said, fontsize=8)
     return picture
