@@ -459,7 +459,43 @@ def bright() -> Classifier:
 
 def test_topk_counts():
     x = torch.full((4, 3, 2, 2), 3 / 6)  # nearest are 3, then 2 and 4, then 1 and 5
-    assert imagenet.topk_counts(bright(), x, torch.tensor([3, 2, 0, 3])).tolist() == [2, 3]
+    assert imagenet.topk_counts(bright(), x, torch.tensor([3, 2, 0, 3])).tolist() == [2, 3, 0]
+
+
+class Silent(nn.Module):
+    """No finite output for dark images, else class 0."""
+
+    def forward(self, x):
+        logits = torch.eye(6)[0].expand(len(x), -1) + 0 * x.sum((1, 2, 3))[:, None]
+        return logits.where(x.mean((1, 2, 3))[:, None] > 0.15, torch.nan)
+
+
+def test_images_without_a_finite_output_count_as_wrong_and_are_told_of(tmp_path, monkeypatch):
+    from normlab.lab.attacks import bim
+
+    x, y = torch.linspace(0, 0.9, 10)[:, None, None, None].expand(-1, 3, 4, 4), torch.zeros(10).long()
+    models = {"bright": bright(), "silent": Classifier(Standardize((0.0,) * 3, (1.0,) * 3), Silent())}
+    found = imagenet.topk_counts(models["silent"], x, y)
+    assert found.tolist() == [8, 8, 2]  # the highest of logits that are not numbers is class 0 too
+
+    def batches():
+        return zip(x.split(4), y.split(4), strict=True)
+
+    attack = bim(1e-3, units="standardised", steps=1)
+    white = imagenet.white_box_counts(models, batches, attack, "cpu")
+    assert white["counts"]["silent"]["clean"] == [8, 8]
+    assert set(white["not_finite"]) == {"silent"} and white["not_finite"]["silent"]["clean"] == 2
+    moved = imagenet.transfer_counts(models, ("bright",), batches, attack, "cpu")
+    assert moved["not_finite"] == {"silent": {"attacks on bright": 2}}
+    said = "silent gave no finite output for 2 of 10 images in attacks on bright; they count as wrong."
+    assert said in imagenet._told(moved)
+    assert imagenet._told({"n": 10, "counts": {}}) == ""  # stored before it was counted
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    none = {**moved, "counts": {"vgg11": {}, "vgg11_bn": {}}}
+    monkeypatch.setattr(imagenet, "transfer_counts", lambda *a: none)
+    monkeypatch.setattr(imagenet, "draw_rows", lambda *a: outcomes.curves([("", "", "", {})]))
+    outcome = reproduce.run("vulnerability-table10", tmp_path, scale="smoke", device="cpu")
+    assert all(said in c.note for c in outcome.comparisons)
 
 
 def test_white_box_and_transfer_counts():
