@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "GREY", "MEASUREMENTS", "NATURAL", "SCALARS", "Arguments", "Budget", "Kind", "Scalar", "Subject", "attack_of",
-    "budget", "conditions", "mean_of", "open_corruptions", "severity_words", "title_of",
+    "GREY", "MEAN_ERROR", "MEASUREMENTS", "NATURAL", "SCALARS", "UCE", "Arguments", "Budget", "Kind", "Scalar",
+    "Subject", "attack_of", "budget", "conditions", "mean_of", "open_corruptions", "severity_words", "title_of",
 ]  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..._text import words
 from ..errors import LabError
-from ..measurements import MEASUREMENTS, SCALARS, Scalar, conditions, mean_of, severity_words
+from ..evaluate import Measurement
+from ..measurements import MEAN_ERROR, MEASUREMENTS, SCALARS, UCE, Scalar, conditions, mean_of, severity_words
 from ..measurements import title_of as measured_title
 from ..results import plain
 from .palette import look_of_norms
@@ -152,9 +153,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def collect(configs: Sequence[Config], key: str) -> dict[str, dict[str, list[Mapping[str, Any]]]]:
+Found = dict[str, dict[str, list[Mapping[str, Any]]]]  # measurement -> label -> records
+
+
+def collect(configs: Sequence[Config], key: str) -> Found:
     """measurement -> label -> the record of each run that has ``key``, in the order of first appearance."""
-    found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    found: Found = {}
     for config in configs:
         for run in records(config):
             for record in run:
@@ -171,7 +175,7 @@ def title_of(name: str, by: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 def scalar_columns(configs: Sequence[Config]) -> list[Column]:
     columns = []
-    measured = collect(configs, "accuracy")
+    measured = with_branches(configs, collect(configs, "accuracy"))
     several = Counter(
         s for by in measured.values() for s in {s for found in by.values() for r in found for s in extras(r)}
     )
@@ -182,7 +186,8 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
         kind, arguments = str(first.get("kind", "")), dict(first.get("arguments") or {})
         title = title_of(name, by)
         short = min(name, title, key=len)  # a text with many arguments reads better as its title
-        columns.append(Column(title + what, "%", True, cells, short, kind, arguments, bool(what)))
+        if not all(r.get("said") for found in by.values() for r in found):  # their error is a column
+            columns.append(Column(title + what, "%", True, cells, short, kind, arguments, bool(what)))
         scalars = {label: [extras(r) for r in found] for label, found in by.items()}
         for scalar in dict.fromkeys(k for found in scalars.values() for s in found for k in s):
             cells = {
@@ -199,6 +204,69 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
 def extras(record: Mapping[str, Any]) -> Mapping[str, float]:
     """What a measurement gives besides the accuracy, such as uCE."""
     return record.get("scalars") or {}
+
+
+def with_branches(configs: Sequence[Config], found: Found) -> Found:
+    """The records by measurement, and beside them what curves between two branches say of each branch and half of both.
+
+    They stand under the measurement that would have found the same number, where another configuration was measured by
+    it: a network of one branch and the main branch of two then share a column.
+    """
+    found = {name: dict(by) for name, by in found.items()}
+    names: dict[Any, str] = {}
+    for name, by in found.items():
+        for record in (r for own in by.values() for r in own):
+            names.setdefault(identity(record), name)
+    for config in configs:
+        for run in records(config):
+            known = {identity(r) for r in run}
+            for point in (p for r in run for p in points_of(r)):
+                named = point["arguments"] | ({"branch": point["branch"]} if "branch" in point else {})
+                if known.isdisjoint((identity(point), identity(point | {"arguments": named}))):
+                    known.add(identity(point))
+                    name = names.setdefault(identity(point), point["measurement"])
+                    found.setdefault(name, {}).setdefault(config.label, []).append(point)
+    return found
+
+
+def identity(record: Mapping[str, Any]) -> Any:
+    """The same for records that measure the same, however it was written; another for each where nobody knows."""
+    if record.get("arguments") is None:
+        return record["measurement"]
+    given = {k: v for k, v in given_to(record).items() if k != "samples"}
+    return record.get("kind"), repr(sorted(given.items()))
+
+
+def points_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The ends and the middle of a curve between two branches, as records of the measurement that finds each alone."""
+    kind = {"between": "clean", "between-corruptions": "corruptions"}.get(str(record.get("kind")))
+    if kind is None or not record.get("at") or record.get("arguments") is None:
+        return []
+    given, pair = record["arguments"], record.get("branches", ("main", "aux"))
+    plain_ = {k: v for k, v in given.items() if k not in ("weights", "of", "branches", "samples")}
+    mixed = plain_ | {"mix": 0.5} | {k: given[k] for k in ("of", "branches") if k in given}
+    points = []
+    for where, (value,) in record["at"].items():
+        who = {} if where == "half" else {"branch": where}
+        # The branch that is measured where none is named, as a network of one branch is, is not named.
+        own = mixed if where == "half" else plain_ if where == record.get("branch") else plain_ | who
+        texts = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in own.items())
+        errors = errors_named(own, value) if kind == "corruptions" else {}
+        points.append({
+            "measurement": Measurement(kind, texts).name, "title": measured_title(kind, own, pair), "kind": kind,
+            "arguments": own, **who, "accuracy": 100 - value if kind == "corruptions" else value,
+            "scalars": errors, "said": bool(errors),
+        })  # fmt: skip
+    return points
+
+
+def errors_named(arguments: Mapping[str, Any], error: float) -> dict[str, float]:
+    """A mean error over corruptions by the name that it has where they are all 15, or all 19, at all severities."""
+    from ..corruptions import COMMON, CORRUPTIONS, SEVERITIES
+
+    names, severities = set(arguments["names"]), tuple(arguments["severities"])
+    known = {UCE: COMMON, MEAN_ERROR: CORRUPTIONS}
+    return {k: error for k, all_ in known.items() if names == set(all_) and severities == tuple(SEVERITIES)}
 
 
 def given_to(record: Mapping[str, Any]) -> dict[str, Any]:

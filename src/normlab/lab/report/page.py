@@ -197,7 +197,7 @@ def headline_caption(view: View) -> str:
 
 def error_note(view: View) -> str:
     records = [r for c in view.configs for run in c.runs for r in run.records]
-    in_table = [r for r in records if not ("curve" in r or "grid" in r)] or records
+    in_table = [r for r in records if not ("curve" in r or "grid" in r) or r.get("at")] or records
     counts = sorted({r["n"] for r in in_table if isinstance(r.get("n"), int)})
     images = "" if not counts else f"Measured on {counts[0]:,} test images" if len(counts) == 1 else \
         f"Measured on {counts[0]:,} to {counts[-1]:,} test images"  # fmt: skip
