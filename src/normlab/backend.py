@@ -31,7 +31,9 @@ from ._text import nearest
 if TYPE_CHECKING:
     from .engine import Rows
 
-__all__ = ["backend", "chosen", "chosen_host", "kernels_serve", "one_launch", "rerun_in", "triton_is_forced"]
+__all__ = [
+    "backend", "chosen", "chosen_host", "kernels_serve", "one_launch", "out_of_sight", "rerun_in", "triton_is_forced",
+]  # fmt: skip
 
 _NAMES = ("auto", "torch", "triton")
 _HOSTS = ("auto", "python", "compiled")
@@ -73,18 +75,22 @@ def backend(
         _chosen.reset(token)
 
 
-@contextmanager
-def rerun_in(scope: _Scope | None) -> Iterator[None]:
-    """Within it, what was chosen where ``scope`` was noted, unless something else is chosen here.
+def out_of_sight(scope: _Scope | None) -> bool:
+    """Whether something was chosen where ``scope`` was noted, and nothing is here.
 
-    For a forward pass that checkpointing runs again: on CUDA it does so in a thread of autograd's, where nothing is.
+    So it is for a forward pass that checkpointing runs again: on CUDA it does so in a thread of autograd's.
     """
-    token = None if scope is None or _chosen.get() != _Scope() else _chosen.set(scope)
+    return scope is not None and scope != _Scope() and _chosen.get() == _Scope()
+
+
+@contextmanager
+def rerun_in(scope: _Scope) -> Iterator[None]:
+    """Within it, what was chosen where ``scope`` was noted."""
+    token = _chosen.set(scope)
     try:
         yield
     finally:
-        if token is not None:
-            _chosen.reset(token)
+        _chosen.reset(token)
 
 
 def _known(name: str) -> str:

@@ -17,7 +17,7 @@ from .._cache import remembered
 from .._text import check_number, nearest
 from ..activation import activate, check_activation
 from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
-from ..backend import chosen, kernels_serve, rerun_in
+from ..backend import chosen, kernels_serve, out_of_sight, rerun_in
 from ..engine import MOVED, StyleMoments, Update, must_trace, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
 from ..positional import normalize_positions
@@ -378,21 +378,11 @@ class Norm(nn.Module):
         extra: tuple[Tensor, ...] = (),
     ) -> Tensor:
         if not torch.compiler.is_compiling():
-            if running.in_backward():
-                with rerun_in(self._ready.scope):
-                    return self._run_here(x, label, branch, style, residual, extra)
-            self._ready.scope = chosen()
-        return self._run_here(x, label, branch, style, residual, extra)
-
-    def _run_here(
-        self,
-        x: Tensor,
-        label: Any,
-        branch: int | Tensor,
-        style: Any,
-        residual: Tensor | None,
-        extra: tuple[Tensor, ...],
-    ) -> Tensor:
+            if not running.in_backward():
+                self._ready.scope = chosen()
+            elif out_of_sight(scope := self._ready.scope):
+                with rerun_in(scope):
+                    return self._run(x, label, branch, style, residual, extra)
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
         if kernels_serve(x) and alike and not extra and not must_trace(x):
