@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -98,6 +99,37 @@ def read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "_read", cache(data._read))
         yield
+
+
+@pytest.fixture
+def without_weights() -> Callable[[Path, Path], Path]:
+    """A copy of a folder as results are shared: all but the weights, which are large."""
+
+    def copied(folder: Path, to: Path) -> Path:
+        return shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    return copied
+
+
+@pytest.fixture
+def read_without_weights(
+    without_weights: Callable[[Path, Path], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Path], Any]:
+    """The outcome of a reproduction, once more, of a folder whose weights were removed: nothing is trained."""
+    from matplotlib.figure import Figure
+
+    from normlab.lab import reproduce
+
+    def run(name: str, folder: Path) -> Any:
+        shared = without_weights(folder, tmp_path_factory.mktemp("shared") / "folder")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("normlab.lab.loop._Trainer.epoch", None)
+            patch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)
+            for drawing in ("savefig", "draw_without_rendering"):  # takes most of the time
+                patch.setattr(Figure, drawing, lambda *args, **more: None)
+            return reproduce.run(name, shared, scale="smoke", device="cpu")
+
+    return run
 
 
 @pytest.fixture

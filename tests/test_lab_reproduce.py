@@ -134,10 +134,11 @@ def titles_only(results, path, *, comparisons, **more):
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_entry_runs(name, tmp_path, monkeypatch):
+def test_entry_runs(name, tmp_path, monkeypatch, read_without_weights):
     if name not in WITH_PAGE:
         monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     outcome = reproduce.run(name, tmp_path, scale="smoke", device="cpu")
+    assert read_without_weights(name, tmp_path).comparisons == outcome.comparisons
     assert outcome.figures and outcome.comparisons
     for figure in outcome.figures:
         assert (
@@ -205,6 +206,90 @@ def test_second_run_trains_nothing_and_gives_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr("normlab.lab.loop._Trainer.epoch", refuse)
     again = reproduce.run("vulnerability-table11", tmp_path, scale="smoke", device="cpu")
     assert again.comparisons == first.comparisons
+
+
+def test_weights_are_asked_for_where_something_is_computed_from_them(tmp_path, monkeypatch, without_weights):
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+
+    def run(name, folder, **more):
+        return reproduce.run(f"vulnerability-{name}", folder, scale="smoke", device="cpu", **more)
+
+    run("table2", tmp_path / "all")
+    run("table5", tmp_path / "all")
+    shared = without_weights(tmp_path / "all", tmp_path / "shared")
+    logs = {p: p.read_text() for p in shared.rglob("*.jsonl")}
+    # Table 3 is of the networks of Table 2 on other images, Table 10 of those of Table 5.
+    for name, why in (
+        ("table3", "4 measurements must still be computed"),
+        ("table10", "and they are needed"),
+    ):
+        with pytest.raises(
+            LabError, match=rf"2 runs are finished, but their weights are missing.*{why}"
+        ) as error:
+            run(name, shared)
+        homes = [p for p in (shared / "runs").iterdir() if str(p) in str(error.value)]
+        assert len(homes) == 2 and "or remove these to have the runs trained again" in str(error.value)
+    assert {p: p.read_text() for p in shared.rglob("*.jsonl")} == logs
+    with pytest.raises(
+        LabError, match=r"The run in \S*shared/runs/\S* is finished.* Put its best.safetensors back"
+    ):
+        run("table3", shared, only={"norm": "batch"})
+    run("table3", tmp_path / "all")
+    again = without_weights(tmp_path / "all", tmp_path / "again")
+    done = run("table3", again, only={"norm": "batch"})  # what is not chosen is read, where it is remembered
+    assert {(r.label, r.n) for r in done.comparisons[0].rows} == {("no norm", 1), ("batch norm", 1)}
+
+
+def test_a_table_of_networks_together_waits_for_all_and_counts_again_after_other_epochs(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    counted = []
+    monkeypatch.setattr(imagenet, "white_box_counts", lambda models, *a: counted.append(set(models)) or {
+        "n": 1, "counts": {m: {"clean": [1, 1]} for m in models}})  # fmt: skip
+
+    def run(**more):
+        return reproduce.run("vulnerability-table5", tmp_path, scale="smoke", device="cpu", **more)
+
+    with pytest.raises(
+        LabError, match=r"compares 2 networks, and there are none yet of \S*none\S*: run it again"
+    ):
+        run(only={"norm": "batch"})
+    for _ in range(2):
+        run()
+        run(epochs=2)
+    assert counted == [{"vgg11", "vgg11_bn"}] * 2
+
+
+def test_weights_of_a_finished_run_serve_whichever_file_has_them(tmp_path, monkeypatch):
+    ctx = base.Context(tmp_path, "smoke", "cpu")
+    clean, noise = grid.Column("clean", "clean"), grid.Column("noise", "noise(std=1)")
+    settings = Settings(**SMALL_MLP, model="linear", norm="none")
+    home = tmp_path / "runs" / settings.name
+
+    def run(*columns):
+        (found,) = grid.run_grid(ctx, grid.Grid(settings, [grid.Case("a", {})], columns), (0,)).of(
+            grid.Case("a", {})
+        )
+        return {r["measurement"] for r in found.records}
+
+    run(clean)
+    monkeypatch.setattr("normlab.lab.loop._Trainer.epoch", None)
+    monkeypatch.setattr(together, "train_together", None)
+    kept = {p: p.read_bytes() for p in home.glob("*.safetensors")}
+    for here in kept:
+        for path in kept:
+            path.unlink(missing_ok=True)
+        here.write_bytes(kept[here])
+        assert run(clean, noise) == {"clean", "noise(std=1)"}
+        grid._train_groups(ctx, [settings, settings.with_(seed=1)], grid._Kept(ctx))  # leaves what is trained
+        lines = (home / "results.jsonl").read_text().splitlines(keepends=True)
+        (home / "results.jsonl").write_text(lines[0])
+    for path in kept:
+        path.unlink(missing_ok=True)
+    assert run(clean) == {"clean"}
+    with pytest.raises(LabError, match=r"noise\(std=1\) must still be computed from them"):
+        run(clean, noise)
 
 
 def test_work_is_split_between_processes(tmp_path, monkeypatch):

@@ -83,7 +83,7 @@ def shelf(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_entry_runs(name, shelf, monkeypatch):
+def test_entry_runs(name, shelf, monkeypatch, read_without_weights):
     folder = shelf / name.rpartition("-")[0]
     if name not in ("weak-augment-fig3", "sandwich-table4"):
         monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
@@ -98,6 +98,16 @@ def test_entry_runs(name, shelf, monkeypatch):
     )
     assert stored["name"] == name and len(stored["comparisons"]) == len(outcome.comparisons)
     assert outcome.results and all(run.folder.exists() for run in outcome.results.runs)
+    assert read_without_weights(name, folder).comparisons == outcome.comparisons
+
+
+def test_weights_are_asked_for_where_they_are_looked_into(tmp_path, monkeypatch, without_weights):
+    """CAPV, of Table 4's networks, is not among what Table 3 measures on them."""
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    reproduce.run("sandwich-table3", tmp_path / "all", scale="smoke", device="cpu")
+    shared = without_weights(tmp_path / "all", tmp_path / "shared")
+    with pytest.raises(LabError, match=r"The run in \S*auxiliary\S* is finished.*weights are missing"):
+        reproduce.run("sandwich-table4", shared, scale="smoke", device="cpu")
 
 
 @pytest.mark.parametrize("name", ENTRIES)

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from ..study import Results
 
-__all__ = ["Context", "Entry", "Outcome", "Scale", "as_text", "compared", "remember", "save_figure"]
+__all__ = [
+    "Context",
+    "Entry",
+    "Outcome",
+    "Scale",
+    "as_text",
+    "compared",
+    "recalled",
+    "remember",
+    "save_figure",
+]
 
 Scale = Literal["default", "full", "smoke"]  # smoke: a few images and one epoch, to see that everything runs
 
@@ -150,19 +160,31 @@ def remember(
     The key is all that the result depends on and names the file, so other settings never meet the results of these,
     and processes that work in one folder do not disturb each other.
     """
-    plain = json.loads(json.dumps(dict(key)))
-    name = sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
-    path = folder / f"{name}.json"
-    if path.is_file():
-        try:
-            stored = json.loads(path.read_text())
-            if stored["key"] == plain:
-                return stored["result"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise LabError(f"{path} is not a result that can be read; remove it and run again.") from error
+    known = recalled(folder, key)
+    if known is not None:
+        return known
+    path, plain = _place(folder, key)
     result = finite(compute())
     write_atomic(path, json.dumps({"key": plain, "result": result}))
     return json.loads(json.dumps(result))
+
+
+def recalled(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What :func:`remember` has for ``key`` already."""
+    path, plain = _place(folder, key)
+    if not path.is_file():
+        return None
+    try:
+        stored = json.loads(path.read_text())
+        return stored["result"] if stored["key"] == plain else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise LabError(f"{path} is not a result that can be read; remove it and run again.") from error
+
+
+def _place(folder: Path, key: Mapping[str, Any]) -> tuple[Path, Any]:
+    plain = json.loads(json.dumps(dict(key)))
+    name = sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+    return folder / f"{name}.json", plain
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> Path:

@@ -2,26 +2,31 @@
 
 Every cell is locked while it is computed, so the same command started several times on one folder shares the work, and
 ``only`` splits it by hand. A cell that another process works on is passed over; the next call finds it done.
+
+Results are read without weights, which are large and may have been removed. Where something is still to be computed
+from them, a sentence asks for them: training a finished run again would replace what was measured on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._text import words
 from ..errors import LabError
 from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
 from ..store import Busy, locked, read_log, read_records
-from .base import Context, compared, remember
+from .base import Context, compared, recalled, remember
 from .figures import Value
 
 if TYPE_CHECKING:
     from ..data import Data
+    from ..models import Classifier
     from ..study import Results, Run
 
 __all__ = [
@@ -32,6 +37,7 @@ __all__ = [
     "by_seed",
     "check_only",
     "draw_rows",
+    "kept_model",
     "run_grid",
     "settings_for",
 ]
@@ -142,19 +148,19 @@ def by_seed(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
 
 def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
     """Train and measure every cell that is not there yet."""
-    from ..evaluate import parse as parse_measurement
     from ..study import read_run, train
     from ..torchrun import led
 
     wanted = {name: parse(name, text) for name, text in _checked(ctx.only).items()}
     measure = tuple(dict.fromkeys(c.measurement for c in grid.columns if not c.data))
-    names = {parse_measurement(m).name for m in measure}
     cells, data = Cells(grid, {}, {}, []), _Kept(ctx)
     # Seeds outermost: every case has its first result before any has its second.
     asked = [(case, grid.settings(case, seed)) for seed in seeds for case in grid.cases]
     ctx.asked.extend(s for _, s in asked)
     chosen = [s for _, s in asked if all(getattr(s, name) == value for name, value in wanted.items())]
-    todo = {s for s in chosen if not _finished(ctx.folder / "runs" / s.name, s, names)}
+    open_ = {s: _open(ctx.folder / "runs" / s.name, s, grid.columns) for s in chosen}
+    todo = {s for s, left in open_.items() if left.training or left.own or left.weights}
+    _check_weights(ctx, {s: open_[s] for s in chosen if s in todo and not open_[s].training})
     if ctx.place.startswith("cuda") and led().world == 1:  # under torchrun all processes share a cell
         _train_groups(ctx, [s for s in chosen if s in todo], data)
     for case, settings in asked:
@@ -179,9 +185,11 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
             cells.missing.append(settings.name)
             continue
         cells.runs.setdefault(case.label, []).append(run)
-        for column in grid.columns:
-            if column.data:
+        for column in (c for c in grid.columns if c.data):
+            if settings in open_:
                 cells.others[run.name, column.title] = _elsewhere(ctx, run, column)
+            elif (known := recalled(*_key(run.folder, run.name, column))) is not None:
+                cells.others[run.name, column.title] = known
     return cells
 
 
@@ -202,11 +210,57 @@ class _Kept:
         return self.data
 
 
-def _finished(home: Path, settings: Settings, names: set[str]) -> bool:
-    """Whether a folder has the trained weights and all measurements of these settings."""
+class _Open(NamedTuple):
+    """What a cell does not have yet."""
+
+    training: bool  # epochs
+    own: list[str]  # measurements on its own data
+    elsewhere: list[str]  # and on others, which need no more than the weights
+    weights: bool  # that are needed and not there
+
+
+def _open(home: Path, settings: Settings, columns: Sequence[Column]) -> _Open:
+    from ..evaluate import parse as parse_measurement
+
     done = {r["measurement"] for r in read_records(home) if r["digest"] == settings.digest()}
-    trained = (home / "best.safetensors").exists() and len(read_log(home)) >= settings.epochs
-    return trained and names <= done
+    names = dict.fromkeys(parse_measurement(c.measurement).name for c in columns if not c.data)
+    own = [name for name in names if name not in done]
+    others = [c for c in columns if c.data and recalled(*_key(home, settings.name, c)) is None]
+    elsewhere = [f"{c.measurement} on {c.data}" for c in others]
+    needed = bool(own or elsewhere or not columns)  # a grid without columns is of networks
+    there = (home / "best.safetensors").exists()
+    return _Open(len(read_log(home)) < settings.epochs, own, elsewhere, needed and not there)
+
+
+def _check_weights(ctx: Context, trained: Mapping[Settings, _Open]) -> None:
+    """Ask for weights that were removed, before anything is trained. The state of the last epoch has them too."""
+    homes = {ctx.folder / "runs" / s.name: left for s, left in trained.items() if left.weights}
+    gone = {home: left for home, left in homes.items() if not (home / "last.safetensors").exists()}
+    if gone:
+        raise _without_weights(
+            list(gone), [n for left in gone.values() for n in (*left.own, *left.elsewhere)]
+        )
+
+
+def _without_weights(homes: Sequence[Path], asked: Iterable[str] = ()) -> LabError:
+    names = list(dict.fromkeys(asked))
+    what = words(names) if len(names) < 4 else f"{len(names)} measurements"
+    why = f"{what} must still be computed from them" if names else "they are needed"
+    if len(homes) == 1:
+        return LabError(f"The run in {homes[0]} is finished, but its weights are missing, and {why}. Put its "
+                        "best.safetensors back, or remove the folder to have the run trained again.")  # fmt: skip
+    return LabError(f"{len(homes)} runs are finished, but their weights are missing, and {why}. Put best.safetensors "
+                    f"back into their folders, or remove these to have the runs trained again: {words(homes)}."
+                    )  # fmt: skip
+
+
+def kept_model(run: Run, device: str = "cpu") -> Classifier:
+    """The network of a finished run with its kept weights, or a sentence that asks for them."""
+    from ..study import load_model
+
+    if not (run.folder / "best.safetensors").exists():
+        raise _without_weights([run.folder])
+    return load_model(run.folder, device=device)[0]
 
 
 def _train_groups(ctx: Context, cells: Sequence[Settings], data: _Kept) -> None:
@@ -220,7 +274,8 @@ def _train_groups(ctx: Context, cells: Sequence[Settings], data: _Kept) -> None:
                 home = ctx.folder / "runs" / settings.name
                 with suppress(Busy):
                     held.enter_context(locked(home))
-                    if not (home / "last.safetensors").exists():
+                    begun = (home / "last.safetensors").exists()
+                    if not begun and len(read_log(home)) < settings.epochs:
                         mine[settings] = home
             if len(mine) > 1:
                 ctx.say(f"{len(mine)} networks at once: {settings_words(group[0])}")
@@ -259,20 +314,29 @@ def _elsewhere(ctx: Context, run: Run, column: Column) -> dict[str, Any]:
     """A measurement of the run's kept weights on another data set; the network's own standardisation stays."""
     from ..evaluate import not_finite
     from ..evaluate import parse as parse_measurement
-    from ..study import load_model
 
     measurement = parse_measurement(column.measurement)
 
     def compute() -> dict[str, Any]:
-        model, settings = load_model(run.folder, device=ctx.place)
+        model, settings = kept_model(run, ctx.place), run.settings
         data = other_data(ctx, column.data, settings).to(ctx.place)
         record = measurement.run(model, data, device=ctx.place, seed=settings.seed)
         if said := not_finite(run.name, [record]):
             ctx.say(said)
         return {"data": column.data, **record}
 
-    key = {"run": run.name, "data": column.data, "measurement": measurement.name}
-    return remember(run.folder / "elsewhere", key, compute)
+    return remember(*_key(run.folder, run.name, column), compute)
+
+
+def _key(home: Path, name: str, column: Column) -> tuple[Path, dict[str, str]]:
+    """Where a measurement on another data set is remembered, and as what."""
+    from ..evaluate import parse as parse_measurement
+
+    return home / "elsewhere", {
+        "run": name,
+        "data": column.data,
+        "measurement": parse_measurement(column.measurement).name,
+    }
 
 
 def other_data(ctx: Context, name: str, settings: Settings) -> Data:

@@ -191,14 +191,14 @@ def train_together(
 def _store(
     settings: Settings, home: Path, log: list[dict[str, Any]], state: dict[str, Tensor], data: Data
 ) -> None:
-    """The files of a finished run, the state last: a folder without it is trained again."""
+    """The files of a finished run, the weights before the log that says so: a folder without it is trained again."""
     like = {"name": data.name, "channels": data.channels, "size": data.size, "classes": data.classes}
     about = {
         "settings": settings.values(), "digest": settings.digest(), "epoch": settings.epochs,
         "data": like | {"mean": data.mean, "std": data.std},
     }  # fmt: skip
     write_atomic(home / "settings.toml", settings.to_toml())
-    write_lines(home / "log.jsonl", log)
     save_checkpoint(home / "best.safetensors", state, {"kind": "weights"} | about)
+    write_lines(home / "log.jsonl", log)
     meta = {"kind": "state", "best_score": log[-1]["accuracy"], "best_epoch": settings.epochs}
     save_checkpoint(home / "last.safetensors", {f"model.{k}": v for k, v in state.items()}, meta | about)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ...report.view import Comparison, ComparisonRow
+from ...results import Run
 from ..base import Context, Entry, Outcome, compared, remember, save_figure
 from ..figures import published
-from ..grid import Case, Cells, Column, Grid, run_grid, settings_for
+from ..grid import Case, Cells, Column, Grid, kept_model, run_grid, settings_for
 from ..outcomes import curves, table
 
 __all__ = ["ENTRIES", "TABLE_3", "TABLE_4"]
@@ -170,15 +171,14 @@ def _losses(ctx: Context, cells: Cells) -> list[Path]:
 def _capv(ctx: Context, cells: Cells) -> tuple[Comparison, list[Path]]:
     """Figure 20: how far the branches' affine maps lie apart, layer by layer."""
     from ...analysis import capv
-    from ...study import load_model
 
     lines: dict[str, list[tuple[list[float], list[float]]]] = {}
     rows = []
     for case in cells.grid.cases:
         for run in cells.of(case):
 
-            def compute(folder: Path = run.folder) -> dict[str, Any]:
-                found = capv(load_model(folder)[0])
+            def compute(run: Run = run) -> dict[str, Any]:
+                found = capv(kept_model(run))
                 return {
                     "effective": [c.effective for c in found],
                     "independent": [c.independent for c in found],
