@@ -123,7 +123,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "Mode": (lambda: normlab.ModeNorm2d(6), ()),
     "SepMode": (lambda: normlab.Norm2d(6, "modes(3)", branches=("main", "aux")), ("aux",)),
     "AdaIN": (lambda: normlab.AdaptiveInstanceNorm2d(6), (torch.ones(4, 6, 2, 2, device=DEVICE).cumsum(2),)),
-    "ghost": (lambda: normlab.Norm2d(6, "batch/ghost=2", track_running_stats=False), ()),
+    "untracked ghost": (lambda: normlab.Norm2d(6, "batch/ghost=2", track_running_stats=False), ()),
+    "ghost": (lambda: normlab.BatchNorm2d(6, ghost=3), ()),
+    "ghost BRN": (lambda: normlab.BatchRenorm2d(6, ghost=2), ()),
+    "ghost SN": (lambda: normlab.Norm2d(6, ("instance", "layer", "batch"), ghost=2), ()),
     "none": (lambda: normlab.Norm2d(6, "batch", affine="none"), ()),
     "untracked": (lambda: normlab.BatchNorm2d(6, track_running_stats=False), ()),
 }

@@ -592,6 +592,79 @@ def close_to_exact(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
         assert_close(found[name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
 
 
+GHOSTS: dict[str, dict[str, Any]] = {
+    "batch": {},
+    "no affine": {"affine": "none"},
+    "separated": {"branches": ("main", "aux"), "affine": "branch"},
+    "switchable": {"statistics": ("instance", "layer", "batch")},
+    "groups": {"statistics": "batch_group(4)"},
+    "finer groups": {"statistics": "batch_group(120)"},
+    "renorm": {"statistics": "renorm"},
+    "separated renorm": {"statistics": "renorm", "branches": ("main", "aux"), "affine": "sandwich"},
+    "renorm and classes": {"statistics": "renorm", "affine": "class", "num_classes": 3},
+    "no running statistics": {"track_running_stats": False},
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("name", GHOSTS)
+def test_ghost_batches(name: str, layout: torch.memory_format, training: bool):
+    """Against float64, in a handful of launches, with a last ghost batch of fewer samples."""
+    layer = normlab.Norm2d(40, **{"affine": "shared", **GHOSTS[name]}, ghost=4).to(DEVICE)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+        for n, b in layer.named_buffers():
+            if b.is_floating_point():
+                b.uniform_(0.5, 2)  # running statistics that batch renorm corrects by
+            elif n == "num_batches_tracked":
+                b.fill_(30_000)
+    exact = deepcopy(layer).double()
+    given: dict[str, Any] = {"branch": "aux"} if layer.branches else {}
+    if layer.num_classes:
+        given["label"] = torch.tensor([2, 0, 0, 2, 1] * 2, device=DEVICE)
+    x = torch.randn(10, 40, 3, 3, device=DEVICE) + torch.randn(10, 40, 1, 1, device=DEVICE)
+    x = x.contiguous(memory_format=layout)
+    dy = torch.randn_like(x)
+    with normlab.backend("triton", launches="several"):
+        found = one_step(layer.train(training), x, dy, **given)
+    assert layer._ready and None not in layer._ready.values()
+    close_to_exact(found, one_step(exact.train(training), x.double(), dy.double(), **given))
+
+
+def test_ghost_batches_far_from_zero():
+    """Their means are averaged as differences, and the running mean keeps all of its digits."""
+    layer = normlab.BatchNorm2d(40, ghost=4, momentum=1.0).to(DEVICE)
+    exact = deepcopy(layer).double()
+    x = torch.randn(12, 40, 5, 5, device=DEVICE) + 10_000
+    with normlab.backend("triton"):
+        layer(x)
+    exact(x.double())
+    assert_close(layer.running_mean, exact.running_mean, rtol=1.5e-7, atol=0, check_dtype=False)
+    assert_close(layer.running_var, exact.running_var, rtol=1e-4, atol=1e-4, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["batch", "switchable", "renorm", "groups"])
+def test_launches_of_ghost_batches(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A launch a pass, the running statistics and the activation among them; no operators beside."""
+    from normlab import launch
+
+    made: list[Any] = []
+    call = launch.Launch.__call__
+    monkeypatch.setattr(
+        launch.Launch, "__call__", lambda self, *a: (made.append(self.kernel), call(self, *a))[1]
+    )
+    layer = normlab.Norm2d(40, **{"affine": "shared", **GHOSTS[name]}, ghost=4, act="relu").to(DEVICE)
+    x = torch.randn(12, 40, 3, 3, device=DEVICE, requires_grad=True)
+    with normlab.backend("triton", launches="several"):
+        y = layer(x)
+        ahead = len(made)
+        y.sum().backward()
+    assert 0 < ahead <= 5 and 0 < len(made) - ahead <= 5
+    assert type(y.grad_fn).__name__ == "_NormalizeBackward"
+
+
 @pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch):
     """Programs that look at eight samples together, so that few samples are several blocks of them."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .kernels import apply_pass, gradient_pass, moments_pass, sums_pass
-from .pool_kernels import _row_affine
+from .pool_kernels import row_affine
 from .whole_kernels import _meet
 
 _ANY = ["N", "per_split", "splits", "per_split2", "splits2"]
@@ -66,7 +66,7 @@ def _coefficients(
         var = tl.load(running_var + c, mask=col, other=1.0).to(tl.float32)
     tl.store(batch_mean + c, mean, mask=col)
     tl.store(batch_var + c, var, mask=col)
-    w, b = _row_affine(c, c, col, weight, bias, weight2, bias2, c, weight, C, C, SHARED, SECOND, False)
+    w, b = row_affine(c, c, col, weight, bias, weight2, bias2, c, C, SHARED, SECOND)
     tl.store(out + c, mean, mask=col)
     tl.store(out + C + c, tl.rsqrt(var + eps) * w, mask=col)
     tl.store(out + 2 * C + c, b, mask=col)
@@ -94,7 +94,7 @@ def _gradients(
     col = c < C
     mean = tl.load(batch_mean + c, mask=col, other=0.0)
     inverse = tl.rsqrt(tl.load(batch_var + c, mask=col, other=1.0) + eps)
-    w, _ = _row_affine(c, c, col, weight, bias, weight2, bias2, c, weight, C, C, SHARED, SECOND, False)
+    w, _ = row_affine(c, c, col, weight, bias, weight2, bias2, c, C, SHARED, SECOND)
     slope = tl.zeros((BC,), tl.float32)
     offset = tl.zeros((BC,), tl.float32)
     if SUMS:

@@ -134,6 +134,7 @@ def _kind_of(shape: Shape, call: Call, affine: Affine, logits: Sequence[Tensor],
     mixed = segments is not None and segments.index is not None
     number = 1 if segments is None else segments.number
     groups = 0 if call.batch is None else call.batch.groups
+    ghost = 0 if call.batch is None or not live else call.batch.ghost
     if call.batch is not None and not live:
         assert call.running is not None
         number, mixed = call.running[0].shape[0], call.running[0].shape[0] > 1
@@ -141,7 +142,7 @@ def _kind_of(shape: Shape, call: Call, affine: Affine, logits: Sequence[Tensor],
     return Kind(
         shape, call.own, 0 if call.sample is None else call.sample.groups, groups, live, number, mixed, call.order,
         logits[0].shape[0] if logits else 1, call.renorm is not None, update, affine.weight is not None, affine.second,
-        0, False,
+        0, False, ghost=ghost,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .kernels import apply_pass, gradient_pass, join_moments, join_sums, moments_pass, sums_pass
-from .pool_kernels import _row_affine, _second
+from .pool_kernels import _second, row_affine
 from .whole_kernels import _meet
 
 _TINY = tl.constexpr(1.1754943508222875e-38)  # what counts and scales are at least where they divide
@@ -139,22 +139,7 @@ def _modes(
         n = n0 + i
         ok = (n < N)[:, None] & col[None, :]
         center, scale = _mixture(n, c, ok, gates, mode_mean, mode_var, eps, N, C, K)
-        w, b = _row_affine(
-            n[:, None],
-            c[None, :],
-            ok,
-            weight,
-            bias,
-            weight2,
-            bias2,
-            gates,
-            stats,
-            C,
-            C,
-            SHARED,
-            SECOND,
-            False,
-        )
+        w, b = row_affine(n[:, None], c[None, :], ok, weight, bias, weight2, bias2, gates, C, SHARED, SECOND)
         at = (n * C)[:, None] + c[None, :]
         rounded = about[None, :] + center
         lost = rounded - about[None, :] - center
@@ -190,10 +175,9 @@ def _modes_backward(
                 ok = (n < N)[:, None] & col[None, :]
                 at = (n * C)[:, None] + c[None, :]
                 g = tl.load(gates + n * K + k, mask=n < N, other=0.0)
-                w, _ = _row_affine(
-                    n[:, None], c[None, :], ok, weight, bias, weight2, bias2, gates, gates, C, C,
-                    SHARED, SECOND, False,
-                )  # fmt: skip
+                w, _ = row_affine(
+                    n[:, None], c[None, :], ok, weight, bias, weight2, bias2, gates, C, SHARED, SECOND
+                )
                 s0 = tl.load(sums + at, mask=ok, other=0.0)
                 s1 = tl.load(sums + rows + at, mask=ok, other=0.0)
                 center = tl.load(coef + at, mask=ok, other=0.0) - about[None, :]
@@ -262,7 +246,7 @@ def _gates_backward(
         at = n * C + c
         inside = mode[:, None] & ok[None, :]
         cell = k[:, None] * C + c[None, :]
-        w, _ = _row_affine(n, c, ok, weight, bias, weight2, bias2, gates, gates, C, C, SHARED, SECOND, False)
+        w, _ = row_affine(n, c, ok, weight, bias, weight2, bias2, gates, C, SHARED, SECOND)
         s0 = w * tl.load(sums + at, mask=ok, other=0.0)
         s1 = w * tl.load(sums + rows + at, mask=ok, other=0.0)
         about = tl.load(stats + c, mask=ok, other=0.0)

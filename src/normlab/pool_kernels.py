@@ -29,14 +29,16 @@ def _clamp(v, low, high):
 def pool_forward(
     pid, stats, sample_stats, batch_mean, batch_var, segment, renorm, members,
     running_mean, running_var, batches, momentum, eps, r_max, d_max, warmup, r_steps, d_steps,
-    N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs,
-    HAS_S: tl.constexpr, HAS_B: tl.constexpr, LIVE_B: tl.constexpr, HAS_SEG: tl.constexpr, WIDE: tl.constexpr,
-    UPDATE: tl.constexpr, RENORM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+    N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs, ghost,
+    HAS_S: tl.constexpr, HAS_B: tl.constexpr, LIVE_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
+    WIDE: tl.constexpr, UPDATE: tl.constexpr, RENORM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    BR: tl.constexpr,
 ):  # fmt: skip
     """Mean and variance of every pool: first the programs of the pool within samples, a program a cell; then the pool
     over the batch, ``BC`` statistics a program, or one where a statistic covers several rows (WIDE). Running
     statistics that normalize are copied, ``BR`` a program: what backward reads must not move with the buffers. Those
-    that move are a row a segment; a segment without samples moves nothing and is not counted."""
+    that move are a row a segment; a segment without samples moves nothing and is not counted. Those of ghost batches,
+    which have one row for all, move later: :func:`move_ghosts`."""
     if HAS_S:
         if pid < sample_programs:
             per = R // sample_groups
@@ -67,14 +69,15 @@ def pool_forward(
             i = tl.arange(0, BN)
             if WIDE:
                 seg, g = b // batch_groups, b % batch_groups
+                begin, end = _samples(seg, N, ghost, GHOST)
                 per = R // batch_groups
                 j = tl.arange(0, BR)
                 acc = tl.zeros((BN, BR), tl.float32)
                 member = tl.zeros((BN,), tl.float32)
-                for n0 in range(0, N, BN):
+                for n0 in range(begin, end, BN):
                     n = n0 + i
-                    mine = n < N
-                    if HAS_SEG:
+                    mine = n < end
+                    if HAS_SEG and not GHOST:
                         mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
                     member += mine.to(tl.float32)
                     for start in range(0, per, BR):
@@ -84,10 +87,10 @@ def pool_forward(
                 count = tl.maximum(tl.sum(member, 0), 1.0) * per
                 mean = tl.sum(tl.sum(acc, 1), 0) / count
                 acc = tl.zeros((BN, BR), tl.float32)
-                for n0 in range(0, N, BN):
+                for n0 in range(begin, end, BN):
                     n = n0 + i
-                    mine = n < N
-                    if HAS_SEG:
+                    mine = n < end
+                    if HAS_SEG and not GHOST:
                         mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
                     for start in range(0, per, BR):
                         ok = mine[:, None] & (start + j < per)[None, :]
@@ -113,14 +116,15 @@ def pool_forward(
             else:
                 blocks = tl.cdiv(R, BC)
                 seg = b // blocks
+                begin, end = _samples(seg, N, ghost, GHOST)
                 r = (b % blocks) * BC + tl.arange(0, BC)
                 col = r < R
                 acc2 = tl.zeros((BN, BC), tl.float32)
                 member2 = tl.zeros((BN,), tl.float32)
-                for n0 in range(0, N, BN):
+                for n0 in range(begin, end, BN):
                     n = n0 + i
-                    mine = n < N
-                    if HAS_SEG:
+                    mine = n < end
+                    if HAS_SEG and not GHOST:
                         mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
                     member2 += mine.to(tl.float32)
                     at = (n * R)[:, None] + r[None, :]
@@ -128,10 +132,10 @@ def pool_forward(
                 count2 = tl.maximum(tl.sum(member2, 0), 1.0)
                 mean2 = tl.sum(acc2, 0) / count2
                 acc2 = tl.zeros((BN, BC), tl.float32)
-                for n0 in range(0, N, BN):
+                for n0 in range(begin, end, BN):
                     n = n0 + i
-                    mine = n < N
-                    if HAS_SEG:
+                    mine = n < end
+                    if HAS_SEG and not GHOST:
                         mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
                     ok = mine[:, None] & col[None, :]
                     at = (n * R)[:, None] + r[None, :]
@@ -158,8 +162,8 @@ def pool_forward(
                     std = tl.sqrt(var2 + eps)
                     ratio = _clamp(std / run_std, 1.0 / top_r, top_r)
                     move = _clamp((mean2 - run_mean) / run_std, -top_d, top_d)
-                    tl.store(renorm + r, ratio, mask=col)
-                    tl.store(renorm + R + r, move, mask=col)
+                    tl.store(renorm + at, ratio, mask=col)
+                    tl.store(renorm + batch_cells + at, move, mask=col)
                     if UPDATE:
                         new_std = run_std + momentum * (std - run_std)
                         tl.store(running_mean + r, run_mean + momentum * (mean2 - run_mean), mask=col)
@@ -172,6 +176,52 @@ def pool_forward(
                     moves = col & (seen2 + tl.zeros((BC,), tl.float32) > 0.0)
                     tl.store(running_mean + at, old_mean + momentum * (mean2 - old_mean), mask=moves)
                     tl.store(running_var + at, old_var + momentum * (unbiased - old_var), mask=moves)
+
+
+@triton.jit
+def _samples(seg, N, ghost, GHOST: tl.constexpr):
+    """Among which samples those of a segment are: all, or just its own, ``ghost`` of them in a row."""
+    begin, end = seg * 0, seg * 0 + N
+    if GHOST:
+        begin = seg * ghost
+        end = tl.minimum(begin + ghost, N)
+    return begin, end
+
+
+@triton.jit
+def move_ghosts(
+    pid, batch_mean, batch_var, members, running_mean, running_var, momentum, eps, R, s, batch_groups, batch_cells,
+    RENORM: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Move the running statistics towards the average of the ghost batches, weighted by their samples."""
+    g = pid * B + tl.arange(0, B)
+    ok = g < batch_groups
+    a_sample = (R // batch_groups) * s
+    first = tl.load(batch_mean + g, mask=ok, other=0.0)
+    shift = tl.zeros((B,), tl.float32)
+    var = tl.zeros((B,), tl.float32)
+    total = tl.sum(shift, 0)
+    for k in range(batch_cells // batch_groups):
+        own = tl.load(members + k)
+        v = tl.load(batch_var + k * batch_groups + g, mask=ok, other=0.0)
+        if not RENORM:
+            count = own * a_sample
+            v *= count / tl.maximum(count - 1.0, 1.0)
+        shift += own * (tl.load(batch_mean + k * batch_groups + g, mask=ok, other=0.0) - first)
+        var += own * v
+        total += own
+    mean = first + shift / total
+    var = var / total
+    old_mean = tl.load(running_mean + g, mask=ok, other=0.0).to(tl.float32)
+    old_var = tl.load(running_var + g, mask=ok, other=0.0).to(tl.float32)
+    if RENORM:
+        old_std = tl.sqrt(old_var + eps)
+        std = old_std + momentum * (tl.sqrt(var + eps) - old_std)
+        new_var = tl.maximum(std * std - eps, 0.0)
+    else:
+        new_var = old_var + momentum * (var - old_var)
+    tl.store(running_mean + g, old_mean + momentum * (mean - old_mean), mask=ok)
+    tl.store(running_var + g, new_var, mask=ok)
 
 
 @triton.jit
@@ -247,19 +297,15 @@ def _second(n, c, ok, weight2, bias2, label, C, SECOND: tl.constexpr):
 
 
 @triton.jit
-def _row_affine(
-    n, c, ok, weight, bias, weight2, bias2, label, renorm, C, R,
-    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr,
+def row_affine(
+    n, c, ok, weight, bias, weight2, bias2, label, C, SHARED: tl.constexpr, SECOND: tl.constexpr
 ):  # fmt: skip
     """The effective weight and bias of rows."""
     w = tl.zeros_like(ok.to(tl.float32)) + 1.0
     b = w - 1.0
-    if RENORM:
-        w = tl.load(renorm + c, mask=ok, other=0.0)
-        b = tl.load(renorm + R + c, mask=ok, other=0.0)
     if SHARED:
-        w1 = tl.load(weight + c, mask=ok, other=0.0).to(tl.float32)
-        w, b = w * w1, b * w1 + tl.load(bias + c, mask=ok, other=0.0).to(tl.float32)
+        w = tl.load(weight + c, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(bias + c, mask=ok, other=0.0).to(tl.float32)
     if SECOND > 0:
         w2, b2 = _second(n, c, ok, weight2, bias2, label, C, SECOND)
         w, b = w * w2, b * w2 + b2
@@ -267,10 +313,32 @@ def _row_affine(
 
 
 @triton.jit
+def _correction(n, c, ok, renorm, segment, C, batch_cells, HAS_SEG: tl.constexpr):
+    """Batch renorm's ratio and move of rows, whose statistics are channels'."""
+    at = c
+    if HAS_SEG:
+        at += tl.load(segment + n).to(tl.int32) * C
+    return tl.load(renorm + at, mask=ok, other=0.0), tl.load(renorm + batch_cells + at, mask=ok, other=0.0)
+
+
+@triton.jit
+def _corrected_affine(
+    n, c, ok, weight, bias, weight2, bias2, label, renorm, segment, C, batch_cells,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, HAS_SEG: tl.constexpr,
+):  # fmt: skip
+    """The same after batch renorm's correction, where there is one."""
+    w, b = row_affine(n, c, ok, weight, bias, weight2, bias2, label, C, SHARED, SECOND)
+    if RENORM:
+        ratio, move = _correction(n, c, ok, renorm, segment, C, batch_cells, HAS_SEG)
+        w, b = w * ratio, w * move + b
+    return w, b
+
+
+@triton.jit
 def coefficients(
     pid, out, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
     weight, bias, weight2, bias2, label, renorm, batches,
-    C, R, rows, parts, sample_cells, sample_groups, batch_groups,
+    C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, COUNT: tl.constexpr, B: tl.constexpr,
@@ -284,9 +352,10 @@ def coefficients(
         n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
         R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
     )  # fmt: skip
-    w, b = _row_affine(
-        n, r // parts, ok, weight, bias, weight2, bias2, label, renorm, C, R, SHARED, SECOND, RENORM
-    )
+    w, b = _corrected_affine(
+        n, r // parts, ok, weight, bias, weight2, bias2, label, renorm, segment, C, batch_cells, SHARED, SECOND, RENORM,
+        HAS_SEG,
+    )  # fmt: skip
     tl.store(out + q, center, mask=ok)
     tl.store(out + rows + q, scale * w, mask=ok)
     tl.store(out + 2 * rows + q, b, mask=ok)
@@ -301,8 +370,8 @@ def pool_backward(
     weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums,
     d_weight, d_bias, d_weight2, d_bias2, d_logits,
     N, C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
-    sample_programs, batch_programs, affine_programs,
-    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
+    sample_programs, batch_programs, affine_programs, ghost,
+    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
@@ -329,22 +398,10 @@ def pool_backward(
                     R, rows, sample_cells, sample_groups, batch_groups,
                     HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
                 )  # fmt: skip
-                w, _ = _row_affine(
-                    n,
-                    r // parts,
-                    ok,
-                    weight,
-                    bias,
-                    weight2,
-                    bias2,
-                    label,
-                    renorm,
-                    C,
-                    R,
-                    SHARED,
-                    SECOND,
-                    RENORM,
-                )
+                w, _ = _corrected_affine(
+                    n, r // parts, ok, weight, bias, weight2, bias2, label, renorm, segment, C, batch_cells,
+                    SHARED, SECOND, RENORM, HAS_SEG,
+                )  # fmt: skip
                 s0 = tl.load(sums + n * R + r, mask=ok, other=0.0)
                 s1 = tl.load(sums + rows + n * R + r, mask=ok, other=0.0)
                 at_center += tl.where(ok, -w * scale * s0, 0.0)
@@ -366,11 +423,12 @@ def pool_backward(
                 first = (b % blocks) * BC
             at_center2 = tl.zeros((BN, BC), tl.float32)
             at_var2 = tl.zeros((BN, BC), tl.float32)
-            for n0 in range(0, N, BN):
+            begin, end = _samples(seg, N, ghost, GHOST)
+            for n0 in range(begin, end, BN):
                 n = n0 + i
-                mine = n < N
+                mine = n < end
                 nn = tl.minimum(n, N - 1)
-                if HAS_SEG:
+                if HAS_SEG and not GHOST:
                     mine = mine & (tl.load(segment + nn) == seg)
                 for start in range(0, per, BC):
                     j = start + tl.arange(0, BC)
@@ -382,9 +440,9 @@ def pool_backward(
                         mean_logits, var_logits, eps, R, rows, sample_cells, sample_groups, batch_groups,
                         HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
                     )  # fmt: skip
-                    w, _ = _row_affine(
-                        nn[:, None], (r // parts)[None, :], ok, weight, bias, weight2, bias2, label, renorm, C, R,
-                        SHARED, SECOND, RENORM,
+                    w, _ = _corrected_affine(
+                        nn[:, None], (r // parts)[None, :], ok, weight, bias, weight2, bias2, label, renorm, segment, C,
+                        batch_cells, SHARED, SECOND, RENORM, HAS_SEG,
                     )  # fmt: skip
                     at = nn[:, None] * R + r[None, :]
                     s0 = tl.load(sums + at, mask=ok, other=0.0)
@@ -430,7 +488,10 @@ def pool_backward(
             w2, _ = _second(nn[:, None], cc[None, :], ok, weight2, bias2, label, C, SECOND)
             w = w2 * w1[None, :]
             if RENORM:
-                w = w * tl.load(renorm + cc)[None, :]
+                ratio, move = _correction(
+                    nn[:, None], cc[None, :], ok, renorm, segment, C, batch_cells, HAS_SEG
+                )
+                w = w * ratio
             for p in range(parts):
                 r = cc * parts + p
                 at = nn[:, None] * R + r[None, :]
@@ -443,7 +504,7 @@ def pool_backward(
                 )  # fmt: skip
                 along = s1 * scale
                 if RENORM:
-                    along = along * tl.load(renorm + cc)[None, :] + s0 * tl.load(renorm + R + cc)[None, :]
+                    along = along * ratio + s0 * move
                 each_w += tl.where(ok, along, 0.0)
                 each_b += tl.where(ok, s0, 0.0)
                 if K > 1:
@@ -529,7 +590,10 @@ def pool_backward(
                     )  # fmt: skip
                     along = s1 * scale
                     if RENORM:
-                        along = along * tl.load(renorm + cc)[None, :] + s0 * tl.load(renorm + R + cc)[None, :]
+                        ratio, move = _correction(
+                            nn[:, None], cc[None, :], ok, renorm, segment, C, batch_cells, HAS_SEG
+                        )
+                        along = along * ratio + s0 * move
                     sum_w += tl.where(ok, w1[None, :] * along + b1[None, :] * s0, 0.0)
                     sum_b += tl.where(ok, s0, 0.0)
             if tl.sum(before, 0) == 0:
@@ -569,7 +633,24 @@ def _row_gradient(
         n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
         R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
     )  # fmt: skip
-    w, _ = _row_affine(n, c, ok, weight, bias, weight2, bias2, label, renorm, C, R, SHARED, SECOND, RENORM)
+    w, _ = _corrected_affine(
+        n,
+        c,
+        ok,
+        weight,
+        bias,
+        weight2,
+        bias2,
+        label,
+        renorm,
+        segment,
+        C,
+        batch_cells,
+        SHARED,
+        SECOND,
+        RENORM,
+        HAS_SEG,
+    )
     zero = tl.zeros_like(scale)
     offset, half, mean = zero, zero, zero
     if HAS_I or HAS_S or LIVE_B:

@@ -206,6 +206,9 @@ class Plan:
         self.process_group = process_group if pool.over_batch else None
         self.groups = pool.tracked(rows.channels)
         self.trivial = not pool.over_batch and self.groups == rows.number
+        # Samples of a ghost batch, where these follow each other.
+        one_branch = self.segments.index is not None and isinstance(self.segments.branch, int)
+        self.ghost = (pool.ghost or 0) if one_branch else 0
         # Pools that are plain axes of [N, groups, rows a group].
         self.simple = not self.counts and self.segments.index is None and self.process_group is None
 

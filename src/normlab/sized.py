@@ -59,6 +59,9 @@ class Kind(NamedTuple):
     act: int
     residual: bool
     table: int = 0  # rows of the table, where `second` is 4
+    ghost: int = (
+        0  # samples of each segment, where these follow each other and have running statistics in common
+    )
 
 
 class Static:
@@ -90,7 +93,7 @@ class Static:
         table_programs = table_rows * ceil(c, _COLUMNS)
         self.forward_floats = (
             (5 if self.reads else 3) * rows + 2 * self.sample_cells + 2 * self.batch_cells
-            + (2 * width if kind.renorm else 0) + kind.segments
+            + (2 * self.batch_cells if kind.renorm else 0) + kind.segments
         )  # fmt: skip
         self.backward_floats = (
             6 * rows + 2 * self.sample_cells + 2 * self.batch_cells + 2 * affine_programs * kind.logits
@@ -104,20 +107,20 @@ class Static:
             return
         sizes = (
             n, c, width, rows, shape.s, shape.parts, self.sample_cells, sample_groups, self.batch_cells, batch_groups,
-            sample_programs,
+            sample_programs, kind.ghost,
         )  # fmt: skip
         splits = (summing.per_split, summing.splits, writing.per_split, writing.splits)
         most = _SAMPLES if self.meet else min(_MANY, 4096 // long) if wide else _MANY
-        many = max(_SAMPLES, min(power(n), most))
+        many, fewer = (max(_SAMPLES, min(power(samples), most)) for samples in (n, kind.ghost or n))
         ends = (_COLUMNS, long, BLOCK)
         flags = (
-            kind.own, has_sample, has_batch, kind.mixed, *kind.order, kind.logits, kind.shared, kind.second,
-            kind.renorm, kind.act, kind.residual,
+            kind.own, has_sample, has_batch, kind.mixed, kind.ghost > 0, *kind.order, kind.logits, kind.shared,
+            kind.second, kind.renorm, kind.act, kind.residual,
         )  # fmt: skip
         single = not shape.last and moments.second >= shape.s
         forward = (
             *sizes, batch_programs, *splits, shape.unit, *moments[:2], *writing[:2], single, self.reads, self.live,
-            wide, kind.update, many, *ends, *flags,
+            wide, kind.update, fewer, *ends, *flags,
         )  # fmt: skip
         backward = (
             *sizes, back_programs, affine_programs, table_programs, *splits, shape.unit, *summing[:2], *writing[:2],

@@ -4,7 +4,7 @@ A launch runs the passes FIRST to STOP - 1. Large inputs take a launch a pass, e
 Small ones, whose time is the host's, take one launch: as many programs as fit the device at once, which wait for each
 other between passes (MEET). What the passes share lies in one buffer, ``work``, kept for backward:
 
-    coefficients [3, rows], moments [2, rows], sample pool [2, cells], batch pool [2, cells], renorm [2, R], members
+    coefficients [3, rows], moments [2, rows], sample pool [2, cells], batch pool [2, cells], renorm [2, cells], members
 
 and in a second one, ``back``: row sums [2, rows], coefficients [4, rows], sums over the pools [2, cells] each, and each
 block's share of the mixture weights' gradient.
@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 
 from .kernels import apply_pass, gradient_pass, join_moments, join_sums, moments_pass, sums_pass
-from .pool_kernels import coefficients, coefficients_backward, pool_backward, pool_forward
+from .pool_kernels import coefficients, coefficients_backward, move_ghosts, pool_backward, pool_forward
 
 # Numbers that no address depends on: to compile for each that is one, or a multiple of 16, would be for nothing.
 _ANY = [
     "N", "sample_cells", "sample_groups", "batch_cells", "batch_groups", "sample_programs", "batch_programs",
-    "affine_programs", "table_programs", "per_split", "splits", "per_split2", "splits2",
+    "affine_programs", "table_programs", "ghost", "per_split", "splits", "per_split2", "splits2",
 ]  # fmt: skip
 _OF_FORWARD = [n for n in _ANY if n not in ("affine_programs", "table_programs")]
 
@@ -46,7 +46,7 @@ def _meet(counter):
 
 
 @triton.jit
-def _split(work, rows, R, sample_cells, batch_cells, READS: tl.constexpr, RENORM: tl.constexpr):
+def _split(work, rows, sample_cells, batch_cells, READS: tl.constexpr, RENORM: tl.constexpr):
     """The vectors in ``work``."""
     stats = work + 3 * rows
     sample = stats
@@ -57,7 +57,7 @@ def _split(work, rows, R, sample_cells, batch_cells, READS: tl.constexpr, RENORM
     renorm = batch_var + batch_cells
     members = renorm
     if RENORM:
-        members = renorm + 2 * R
+        members = renorm + 2 * batch_cells
     return stats, sample, batch_mean, batch_var, renorm, members
 
 
@@ -66,12 +66,12 @@ def forward(
     x, y, residual, work, parted, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits,
     running_mean, running_var, batches, counter,
     momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak,
-    N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, batch_programs,
-    per_split, splits, per_split2, splits2,
+    N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, ghost,
+    batch_programs, per_split, splits, per_split2, splits2,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
     SINGLE: tl.constexpr, READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr, UPDATE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
-    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
+    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
@@ -79,7 +79,7 @@ def forward(
     """0 moments, 1 moments of split rows together, 2 pools, 3 coefficients, 4 ``y``. Channels last: BQ is positions and
     BS channels of a tile."""
     stats, sample, batch_mean, batch_var, renorm, members = _split(
-        work, rows, R, sample_cells, batch_cells, READS, RENORM
+        work, rows, sample_cells, batch_cells, READS, RENORM
     )
     images = N * parts
     pid = tl.program_id(0)
@@ -99,8 +99,8 @@ def forward(
             pool_forward(
                 p, stats, sample, batch_mean, batch_var, segment, renorm, members,
                 running_mean, running_var, batches, momentum, eps, r_max, d_max, warmup, r_steps, d_steps,
-                N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs,
-                HAS_S, HAS_B, LIVE_B, HAS_SEG, WIDE, UPDATE, RENORM, BN, BC, BR,
+                N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs, ghost,
+                HAS_S, HAS_B, LIVE_B, HAS_SEG, GHOST, WIDE, UPDATE and not GHOST, RENORM, BN, BC, BR,
             )  # fmt: skip
         if MEET:
             _meet(counter)
@@ -109,9 +109,16 @@ def forward(
             coefficients(
                 p, work, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
                 weight, bias, weight2, bias2, label, renorm, batches,
-                C, R, rows, parts, sample_cells, sample_groups, batch_groups,
-                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, UPDATE and not HAS_SEG, B,
+                C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM,
+                UPDATE and (GHOST or not HAS_SEG), B,
             )  # fmt: skip
+        if UPDATE and GHOST:
+            for p in range(pid, tl.cdiv(batch_groups, B), step):
+                move_ghosts(
+                    p, batch_mean, batch_var, members, running_mean, running_var, momentum, eps, R, s, batch_groups,
+                    batch_cells, RENORM, B,
+                )  # fmt: skip
         if MEET:
             _meet(counter)
     if FIRST <= 4 and STOP > 4:
@@ -126,12 +133,12 @@ def backward(
     dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2, segment, label,
     mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean_logits, d_var_logits, counter,
     eps, leak,
-    N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, batch_programs,
-    affine_programs, table_programs, per_split, splits, per_split2, splits2,
+    N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, ghost,
+    batch_programs, affine_programs, table_programs, per_split, splits, per_split2, splits2,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
     READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
-    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
+    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
@@ -139,7 +146,7 @@ def backward(
     """0 row sums, 1 sums of split rows together, 2 sums over the pools and gradients of affine maps, 3 coefficients and
     gradients of mixture weights, 4 ``dx``."""
     stats, sample, batch_mean, batch_var, renorm, members = _split(
-        work, rows, R, sample_cells, batch_cells, READS, RENORM
+        work, rows, sample_cells, batch_cells, READS, RENORM
     )
     sums = back
     coef = back + 2 * rows
@@ -169,8 +176,9 @@ def backward(
                 weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums,
                 d_weight, d_bias, d_weight2, d_bias2, d_logits,
                 N, C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
-                sample_programs, batch_programs, affine_programs,
-                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B, WIDE, BN, BC, BR,
+                sample_programs, batch_programs, affine_programs, ghost,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, GHOST, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B, WIDE, BN,
+                BC, BR,
             )  # fmt: skip
         if MEET:
             _meet(counter)

@@ -61,12 +61,13 @@ class Ready:
         number = segments[self.batch].number if self.batch is not None and self.live else 1
         branches = 1 if layer.branches is None else len(layer.branches)
         mixed = self.batch is not None and (self.each or self.segment is not None)
+        ghost = made[self.batch].ghost if self.batch is not None and self.live else 0
         last = dense(x)[1]
         self.kind = Kind(
             shape_of(x, rows, last), call.own, 0 if call.sample is None else call.sample.groups,
             0 if call.batch is None else call.batch.groups, self.live, branches if self.each and mixed else number,
             mixed, call.order, len(pools) if isinstance(layer.statistics, Mixture) else 1,
-            self.renorm is not None, update and not self.again, False, 0, 0, False, branches if self.each else 0,
+            self.renorm is not None, update and not self.again, False, 0, 0, False, branches if self.each else 0, ghost,
         )  # fmt: skip
         self._kinds: dict[Any, tuple[Prepared, Any]] = {}
         self.native = _torch_is_quicker(self.kind)
@@ -382,9 +383,9 @@ class _Corrected:
 
     def __init__(self, plan: Plan, work: Tensor, static: Static, eps: float) -> None:
         self.plan, self.eps = plan, eps
-        width = static.shape.width
-        both = work[-static.kind.segments - 2 * width : -static.kind.segments].reshape(2, 1, width)
-        self.ratio, self.move = both
+        segments = static.kind.segments
+        both = work[-segments - 2 * static.batch_cells : -segments].reshape(2, segments, -1)
+        self.ratio, self.move = (plan.expand(t) for t in both)
 
     def __call__(self, moments: Moments) -> tuple[Coefficients, list[Pooled | None]]:
         pooled = self.plan.statistics(moments)
@@ -410,7 +411,7 @@ def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes 
     if rows.cuts or closed_call(Sources(made, (None,) * pools, (True,) * pools, None, layer.eps)) is None:
         return None
     if isinstance(statistics, Renorm) and (
-        segments[0].index is not None or (live and not layer.track_running_stats)
+        isinstance(branch, Tensor) or (live and not layer.track_running_stats)
     ):
         return None
     if isinstance(branch, Tensor) and any(s.index is not None and s.index is not branch for s in segments):
@@ -418,7 +419,7 @@ def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes 
     if live:
         check_counts(layer, x, spatial, segments)
     moves = live and layer.track_running_stats and layer.policy.update
-    update = layer._update_in_kernel(segments) if moves else None
+    update = layer._update_in_kernel(segments, ghosts=True) if moves else None
     if moves and update is None:
         return None
     return Ready(layer, x, branch, plans, update is not None)
