@@ -113,6 +113,51 @@ def test_what_an_addition_writes_to_is_written_to():
     assert_close(normlab.fuse(model, x)(x), model(x))
 
 
+class _Scaled(nn.Module):
+    def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        return x + 0.5 * shortcut
+
+
+class _Awkward(nn.Module):
+    """A norm layer, a shortcut, and one way in which the addition or its surroundings are not what they seem."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(4, 4, 1), normlab.BatchNorm2d(4), normlab.BatchNorm2d(4)
+        self.kind, self.add = kind, _Scaled()
+        nn.init.constant_(self.norm.bias, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x)
+        y = self.norm(h)
+        if self.kind == "a module called add":
+            y = self.add(y, x)
+        elif self.kind == "the norm's input is written to before the addition":
+            y = y + h.mul_(3)
+        elif self.kind == "the shortcut is written to before the activation":
+            shortcut = x + 1
+            y = y + shortcut
+            shortcut.mul_(2)
+            h = shortcut
+        elif self.kind == "the norm's input is written to before the activation":
+            h.mul_(3)
+        return F.relu(self.last(F.relu(y) + h))  # one fusion that is safe
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a module called add",
+        "the norm's input is written to before the addition",
+        "the shortcut is written to before the activation",
+        "the norm's input is written to before the activation",
+    ],
+)
+def test_only_additions_of_what_is_there_at_that_moment(kind: str):
+    model, x = _Awkward(kind).eval(), torch.randn(2, 4, 3, 3)
+    assert_close(normlab.fuse(model, x)(x), model(x))
+
+
 def test_parts_without_a_norm_layer_follow_the_mode():
     class Dropping(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ _FUNCTIONS: dict[Any, str] = {
 _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu"}
 _IN_PLACE: tuple[Any, ...] = (operator.iadd, "add_")
 _ADDS: tuple[Any, ...] = (operator.add, torch.add, "add", *_IN_PLACE)
+_WRITERS = ({f"i{name}" for name in dir(operator)} & {*dir(operator)}) | {"setitem"}  # iadd, imul, ...
+_CALLS = ("call_function", "call_method")  # a module may be called "add" or "relu" as well
 
 
 class _Tracer(fx.Tracer):
@@ -84,7 +86,6 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
             f"{type(model).__name__} has no norm layer of normlab that is followed by an activation or, seen with "
             "example inputs, by an addition of equal shapes; convert its norm layers first, convert(model, 'batch')"
         )
-    graph.eliminate_dead_code()
     graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()
@@ -119,9 +120,11 @@ def _free(module: nn.Module, node: fx.Node) -> bool:
 def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
     """Let one norm layer do what follows it. Returns how many nodes it took over."""
     end, residual, act, leak, taken = node, None, None, LEAK, 0
+    place = node
     reader = next(iter(node.users))
-    if shapes and reader.op != "output" and (other := _other_summand(reader, node)) is not None:
-        end, residual, taken = reader, other, 1
+    if shapes and (other := _other_summand(reader, node)) is not None and not _written(traced, node, reader):
+        place = end = reader
+        residual, taken = other, 1
         reader = next(iter(end.users)) if len(end.users) == 1 else None
     if reader is not None and (known := _activation(traced, reader)) is not None:
         act, leak = known
@@ -137,7 +140,7 @@ def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
     layer.act = act
     layer._ready = type(layer._ready)()
     traced.add_submodule(name, layer)
-    with traced.graph.inserting_before(end):
+    with traced.graph.inserting_before(place):  # not later: what it reads may be written to after that
         new = traced.graph.call_module(name, node.args, {} if residual is None else {"residual": residual})
     new.meta = dict(end.meta)
     end.replace_all_uses_with(new)
@@ -149,7 +152,7 @@ def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
 
 def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     """What is added to ``node``, where that is all ``reader`` does and both have the same shape and type."""
-    if reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
+    if reader.op not in _CALLS or reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
         return None
     if reader.target in _IN_PLACE and reader.args[0] is not node:  # others may read what it writes to
         return None
@@ -161,6 +164,23 @@ def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     return others[0] if same else None
 
 
+def _written(traced: fx.GraphModule, first: fx.Node, last: fx.Node) -> bool:
+    """Whether anything between two nodes may write to its inputs, which ``first`` could not read later than it does."""
+    node = first.next
+    while node is not last:
+        if node.op == "call_module":
+            module = traced.get_submodule(str(node.target))
+            if any(getattr(inner, "inplace", False) for inner in module.modules()):
+                return True
+        elif node.op in _CALLS:
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            said = "out" in node.kwargs or node.kwargs.get("inplace") or any(a is True for a in node.args)
+            if said or name.endswith("_") or name in _WRITERS:
+                return True
+        node = node.next
+    return False
+
+
 def _activation(traced: fx.GraphModule, reader: fx.Node) -> tuple[str, float] | None:
     """The activation that ``reader`` is, and its slope below zero."""
     if reader.op == "call_module":
@@ -169,7 +189,7 @@ def _activation(traced: fx.GraphModule, reader: fx.Node) -> tuple[str, float] | 
         if name is None or hooks_of(module):
             return None
         return name, getattr(module, "negative_slope", LEAK)
-    if reader.op not in ("call_function", "call_method") or reader.target not in _FUNCTIONS:
+    if reader.op not in _CALLS or reader.target not in _FUNCTIONS:
         return None
     name, leak = _FUNCTIONS[reader.target], LEAK
     if name == "leaky_relu":
