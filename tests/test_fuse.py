@@ -125,6 +125,7 @@ class _Awkward(nn.Module):
         super().__init__()
         self.conv, self.norm, self.last = nn.Conv2d(4, 4, 1), normlab.BatchNorm2d(4), normlab.BatchNorm2d(4)
         self.kind, self.add = kind, _Scaled()
+        assert self.norm.bias is not None
         nn.init.constant_(self.norm.bias, 2.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,3 +219,15 @@ def test_what_cannot_be_fused_is_said():
         normlab.BatchNorm2d(4, act="rely")
     with pytest.raises(ValueError, match="residual of x's shape"):
         normlab.BatchNorm2d(4)(torch.randn(2, 4, 3, 3), residual=torch.randn(2, 4, 1, 1))
+
+
+def test_a_layer_that_cannot_be_run_speaks_for_itself(capfd: pytest.CaptureFixture[str]):
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    normlab.convert(model, "auxiliary")
+    x = torch.randn(2, 3, 5, 5)
+    with pytest.raises(ValueError, match=r"^AuxiliaryBatchNorm2d needs a branch: .*model, branch=...\)'$"):
+        normlab.fuse(model, x)
+    assert capfd.readouterr().err == ""
+    with normlab.route(model, branch="aux"):
+        assert normlab.fuse(model, x).get_submodule("1").act == "relu"
+    assert model[1].num_batches_tracked.tolist() == [0, 0]

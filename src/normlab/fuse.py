@@ -12,8 +12,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from ._text import check_model
@@ -41,6 +40,20 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = type(m) is not nn.Sequential and not any(isinstance(inner, Norm) for inner in m.modules())
         return whole or isinstance(m, Norm) or super().is_leaf_module(m, module_qualified_name)
+
+
+class _Shapes(fx.Interpreter):
+    """Notes the shape and type of every tensor. What goes wrong in a layer is said in the layer's own words."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        super().__init__(traced)
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        if isinstance(found, Tensor):
+            n.meta["normlab"] = found.shape, found.dtype
+        return found
 
 
 def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
@@ -75,7 +88,7 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     _skip_identities(traced)
     if inputs:
         with torch.no_grad(), no_update(model):
-            ShapeProp(traced).propagate(*inputs)
+            _Shapes(traced).run(*inputs)
     found = 0
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     for node in list(graph.nodes):
@@ -159,9 +172,8 @@ def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     others = [a for a in reader.args if a is not node]
     if len(others) != 1 or not isinstance(others[0], fx.Node):
         return None
-    here, there = (n.meta.get("tensor_meta") for n in (node, others[0]))
-    same = here is not None and there is not None and (here.shape, here.dtype) == (there.shape, there.dtype)
-    return others[0] if same else None
+    here, there = (n.meta.get("normlab") for n in (node, others[0]))
+    return others[0] if here is not None and here == there else None
 
 
 def _written(traced: fx.GraphModule, first: fx.Node, last: fx.Node) -> bool:
