@@ -456,7 +456,8 @@ def refused(data, text, norm="auxiliary", **values):
         ("streams(main=identity, aux=pgd(eps=0.1, units=pixels, update=true))", "auxiliary", "needs mode=train"),
         ("streams(main=pgd(eps=0.1, units=pixels), aux=pgd(eps=0.1, units=pixels))", "auxiliary", "say of=standard"),
         ("streams(main=identity, aux=pgd(size=1))", "auxiliary", "pgd takes no argument 'size'"),
-        ("streams(main=identity, aux=standard, forward=three)", "auxiliary", "'three' is not known"),
+        ("streams(main=identity, aux=standard, forward=three)", "auxiliary", "forward='three' is not known; expected"),
+        ("streams(main=identity, aux=standard, separated=no)", "auxiliary", "separated=no: 'no' is not known"),
         ("streams(main=identity, aux=standard", "auxiliary", "lacks its closing bracket"),
         ("stream(main=identity)", "auxiliary", "'stream' is no recipe; did you mean 'streams'"),
         ("classify(standard)", "batch", "classify takes no arguments"),
@@ -531,9 +532,11 @@ def test_an_attack_may_be_an_object_and_its_standardised_units_those_of_the_data
 def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
     streams, x, y = two_streams(main="identity", aux="randaugment"), data.train.x[:8], data.train.y[:8]
 
-    def loss(images: Any, model: nn.Module | None = None, source: Any = data, draw: Any = None) -> float:
+    def loss(
+        images: Any, model: nn.Module | None = None, source: Any = data, draw: Any = None, labels: Any = y
+    ) -> float:
         seeded = torch.Generator().manual_seed(0) if draw is None else draw
-        return streams.loss(model or own_net(), images, y, source, seeded)["loss"].item()
+        return streams.loss(model or own_net(), images, labels, source, seeded)["loss"].item()
 
     assert loss(x) == pytest.approx(loss(x / 255), rel=1e-5)
     whole = replace(data, train=Images(data.train.x / 255, data.train.y))  # such data are trained on too
@@ -542,8 +545,22 @@ def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
         (lambda: loss(x / 255 - 0.5), "the stream main is given pixels from -0.5 to 0.5"),
         (lambda: loss(x, source=(x, y)), "loss() takes normlab.lab.Data; got tuple"),
         (lambda: loss(x, draw=0), "the draws of makers need a torch.Generator; got int"),
+        (lambda: loss(x, labels=y[1:]), "a batch has 8 images and 7 labels"),
+        (
+            lambda: loss(x, labels=y.float()),
+            "whole numbers, int64; got torch.float32; y.long() makes them so",
+        ),
+        (lambda: loss(x, labels=y + 5), "and digits has 10 classes; expected labels from 0 to 9"),
+        (
+            lambda: loss(x[0]),
+            "the images of a batch are [N, C, H, W] and their labels [N]; got [1, 8, 8] and [8]",
+        ),
+        (lambda: loss(x.numpy()), "their labels are tensors; got ndarray and Tensor"),
         (lambda: loss(x, nn.Linear(2, 2)), "Linear has no separated layers for the streams main and aux"),
-        (lambda: loss(x, own_net(("main", "adv"))), "branches=['main', 'aux'])"),
+        (
+            lambda: loss(x, own_net(("main", "adv"))),
+            "by the norm auxiliary(branches=['main', 'aux']), convert(mo",
+        ),
         (lambda: loss(x, own_net(outputs=3)), "Sequential has 3 outputs, but digits has 10 classes"),
         (
             lambda: two_streams(main="identity", aux="cutout", separated=cast(Any, "false")),
