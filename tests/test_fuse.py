@@ -169,6 +169,26 @@ def test_parts_without_a_norm_layer_follow_the_mode():
     assert_close(fused.eval()(x), model.eval()(x))
 
 
+def test_hooks_see_every_call():
+    model: Any = normlab.convert(torchvision.models.resnet18(weights=None), "batch").eval()
+    seen: list[type] = []
+    handles = [
+        model.layer1.register_forward_hook(lambda module, given, y: seen.append(type(y))),
+        model.layer2[0].register_forward_hook(lambda module, given, y: 2 * y),
+        model.register_forward_hook(lambda module, given, y: y + 1),
+    ]
+    x = torch.randn(2, 3, 32, 32)
+    fused = normlab.fuse(model, x)
+    assert fused.get_submodule("layer3.0.bn1").act == "relu"
+    seen.clear()
+    assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
+    assert seen == [Tensor, Tensor]
+    for handle in handles:
+        handle.remove()
+    assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
+    assert seen == [Tensor, Tensor]
+
+
 def test_parts_keep_their_own_mode():
     """Those of the fused model and, as most are the same modules, those of the model itself."""
     model: Any = normlab.convert(torchvision.models.resnet18(weights=None), "batch")

@@ -20,6 +20,7 @@ from .activation import LEAK
 from .layers import KalmanNorm, Norm
 from .plain import hooks_of
 from .state import no_update
+from .surgery import carry_hooks
 
 __all__ = ["fuse"]
 
@@ -35,11 +36,15 @@ _CALLS = ("call_function", "call_method")  # a module may be called "add" or "re
 
 
 class _Tracer(fx.Tracer):
-    """Parts without a norm layer stay whole: one that drops in training, or that cannot be traced, does as it did."""
+    """Parts without a norm layer stay whole: one that drops in training, or that cannot be traced, does as it did.
+
+    So do parts with hooks, which would see the trace and no call after it.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = type(m) is not nn.Sequential and not any(isinstance(inner, Norm) for inner in m.modules())
-        return whole or isinstance(m, Norm) or super().is_leaf_module(m, module_qualified_name)
+        whole = whole or isinstance(m, Norm) or bool(hooks_of(m))
+        return whole or super().is_leaf_module(m, module_qualified_name)
 
 
 class _Shapes(fx.Interpreter):
@@ -65,7 +70,8 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
 
     Parameters and buffers are those of ``model``, under the same names: train the graph module, and ``model`` has the
     trained values, unfused, to evaluate, fold or save. Code of the model itself that asks ``self.training`` was traced
-    in the mode that the model is in, and stays so.
+    in the mode that the model is in, and stays so. Parts that have hooks stay as they are. With example inputs, call it
+    where the model can be called: one with branches within :func:`route`.
 
     >>> import torch, torchvision, normlab
     >>> model = normlab.convert(torchvision.models.resnet18(weights=None), "batch")
@@ -85,6 +91,7 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
             "layers act='relu' where they are made instead"
         ) from error
     traced = fx.GraphModule(model, graph)
+    carry_hooks(traced, model)
     _skip_identities(traced)
     if inputs:
         with torch.no_grad(), no_update(model):
