@@ -90,13 +90,15 @@ def test_additions_that_broadcast_stay():
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.scale = normlab.BatchNorm2d(4), nn.Parameter(torch.randn(1, 4, 1, 1))
+            self.last, self.places = normlab.BatchNorm2d(4), nn.Parameter(torch.randn(1, 4, 3, 3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.relu(self.norm(x) + self.scale)
+            return F.relu(self.norm(x) + self.scale) + (self.last(x) + self.places)
 
     model, x = Broadcast(), torch.randn(2, 4, 3, 3)
-    with pytest.raises(ValueError, match="addition of equal shapes"):
-        normlab.fuse(model, x)
+    for example in (x, x[:1]):  # of one sample, places have its shape
+        with pytest.raises(ValueError, match="addition of equal shapes"):
+            normlab.fuse(model, example)
 
 
 def test_what_an_addition_writes_to_is_written_to():

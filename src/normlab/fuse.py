@@ -177,8 +177,8 @@ def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     if reader.target in _IN_PLACE and reader.args[0] is not node:  # others may read what it writes to
         return None
     others = [a for a in reader.args if a is not node]
-    if len(others) != 1 or not isinstance(others[0], fx.Node):
-        return None
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or others[0].op == "get_attr":
+        return None  # a parameter [1, C, H, W] broadcasts, unless the example is of one sample
     here, there = (n.meta.get("normlab") for n in (node, others[0]))
     return others[0] if here is not None and here == there else None
 
