@@ -269,6 +269,18 @@ def test_adversarial_training_makes_robust():
     assert clean > 90 and robust > broken + 15
 
 
+def test_two_streams_that_both_attack_are_both_tested(data, tmp_path):
+    near, far = (f"pgd(eps={eps}, units=pixels, steps=2, of=identity)" for eps in (0.01, 0.5))
+    settings = Settings(data="digits", norm="auxiliary", recipe=f"streams(main={near}, aux={far})", epochs=2)
+    train(replace(settings, train_size=160, test_size=40), tmp_path / "run", device="cpu")
+    last = list(read_lines(tmp_path / "run" / "log.jsonl"))[-1]
+    assert last["aux_attacked_test_loss"] > last["attacked_test_loss"]
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "run")])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "test loss under attack" in page and "test loss of aux under attack" in page
+
+
 def test_recipe_from_the_command_line(tmp_path, capsys):
     text = "streams(main=identity, aux=fgsm(eps=0.1, units=pixels))"
     main_arguments = [

@@ -163,7 +163,11 @@ class TwoStreams(Classify):
                     found |= {prefix + name: v for name, v in super().evaluate(model, ctx).items()}
                 if stream.adversary is not None:
                     score = attacked_score(model, ctx, stream.adversary.attack)
-                    found |= {"attacked_accuracy": score.accuracy, "attacked_test_loss": score.loss}
+                    prefix = f"{stream.branch}_" if "attacked_accuracy" in found else ""  # where both attack
+                    found |= {
+                        f"{prefix}attacked_accuracy": score.accuracy,
+                        f"{prefix}attacked_test_loss": score.loss,
+                    }
         return found
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
