@@ -3,6 +3,9 @@
 Each row gives a call, the error, and the parts of its text that carry the information.
 """
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -564,6 +567,28 @@ def test_every_error_is_one_sentence():
         text = str(caught.value)
         assert "\n" not in text, name
         assert len(text) < 400, name
+
+
+def test_kernels_asked_for_on_the_cpu():
+    """In a process of its own: kernels are interpreted or compiled from when they are defined."""
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    code = """
+import torch, normlab
+with normlab.backend("triton"):
+    print(normlab.PositionalNorm2d(6)(torch.randn(2, 6, 4, 4)).shape)  # has no kernels
+    for layer in normlab.BatchNorm2d(6), normlab.BatchNorm2d(6).eval(), normlab.ModeNorm2d(6):
+        try:
+            layer(torch.randn(2, 6, 4, 4))
+        except RuntimeError as error:
+            print(error)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert all("on the CPU" in line and "set TRITON_INTERPRET=1" in line for line in lines[1:])
 
 
 @pytest.mark.parametrize(

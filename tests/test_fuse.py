@@ -90,13 +90,15 @@ def test_additions_that_broadcast_stay():
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.scale = normlab.BatchNorm2d(4), nn.Parameter(torch.randn(1, 4, 1, 1))
+            self.last, self.places = normlab.BatchNorm2d(4), nn.Parameter(torch.randn(1, 4, 3, 3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.relu(self.norm(x) + self.scale)
+            return F.relu(self.norm(x) + self.scale) + (self.last(x) + self.places)
 
     model, x = Broadcast(), torch.randn(2, 4, 3, 3)
-    with pytest.raises(ValueError, match="addition of equal shapes"):
-        normlab.fuse(model, x)
+    for example in (x, x[:1]):  # of one sample, places have its shape
+        with pytest.raises(ValueError, match="addition of equal shapes"):
+            normlab.fuse(model, example)
 
 
 def test_what_an_addition_writes_to_is_written_to():
@@ -113,6 +115,52 @@ def test_what_an_addition_writes_to_is_written_to():
     assert_close(normlab.fuse(model, x)(x), model(x))
 
 
+class _Scaled(nn.Module):
+    def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        return x + 0.5 * shortcut
+
+
+class _Awkward(nn.Module):
+    """A norm layer, a shortcut, and one way in which the addition or its surroundings are not what they seem."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(4, 4, 1), normlab.BatchNorm2d(4), normlab.BatchNorm2d(4)
+        self.kind, self.add = kind, _Scaled()
+        assert self.norm.bias is not None
+        nn.init.constant_(self.norm.bias, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x)
+        y = self.norm(h)
+        if self.kind == "a module called add":
+            y = self.add(y, x)
+        elif self.kind == "the norm's input is written to before the addition":
+            y = y + h.mul_(3)
+        elif self.kind == "the shortcut is written to before the activation":
+            shortcut = x + 1
+            y = y + shortcut
+            shortcut.mul_(2)
+            h = shortcut
+        elif self.kind == "the norm's input is written to before the activation":
+            h.mul_(3)
+        return F.relu(self.last(F.relu(y) + h))  # one fusion that is safe
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a module called add",
+        "the norm's input is written to before the addition",
+        "the shortcut is written to before the activation",
+        "the norm's input is written to before the activation",
+    ],
+)
+def test_only_additions_of_what_is_there_at_that_moment(kind: str):
+    model, x = _Awkward(kind).eval(), torch.randn(2, 4, 3, 3)
+    assert_close(normlab.fuse(model, x)(x), model(x))
+
+
 def test_parts_without_a_norm_layer_follow_the_mode():
     class Dropping(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -121,6 +169,26 @@ def test_parts_without_a_norm_layer_follow_the_mode():
     model = nn.Sequential(normlab.BatchNorm2d(4), nn.ReLU(), Dropping())
     fused, x = normlab.fuse(model), torch.randn(2, 4, 3, 3)
     assert_close(fused.eval()(x), model.eval()(x))
+
+
+def test_hooks_see_every_call():
+    model: Any = normlab.convert(torchvision.models.resnet18(weights=None), "batch").eval()
+    seen: list[type] = []
+    handles = [
+        model.layer1.register_forward_hook(lambda module, given, y: seen.append(type(y))),
+        model.layer2[0].register_forward_hook(lambda module, given, y: 2 * y),
+        model.register_forward_hook(lambda module, given, y: y + 1),
+    ]
+    x = torch.randn(2, 3, 32, 32)
+    fused = normlab.fuse(model, x)
+    assert fused.get_submodule("layer3.0.bn1").act == "relu"
+    seen.clear()
+    assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
+    assert seen == [Tensor, Tensor]
+    for handle in handles:
+        handle.remove()
+    assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
+    assert seen == [Tensor, Tensor]
 
 
 def test_parts_keep_their_own_mode():
@@ -173,3 +241,15 @@ def test_what_cannot_be_fused_is_said():
         normlab.BatchNorm2d(4, act="rely")
     with pytest.raises(ValueError, match="residual of x's shape"):
         normlab.BatchNorm2d(4)(torch.randn(2, 4, 3, 3), residual=torch.randn(2, 4, 1, 1))
+
+
+def test_a_layer_that_cannot_be_run_speaks_for_itself(capfd: pytest.CaptureFixture[str]):
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    normlab.convert(model, "auxiliary")
+    x = torch.randn(2, 3, 5, 5)
+    with pytest.raises(ValueError, match=r"^AuxiliaryBatchNorm2d needs a branch: .*model, branch=...\)'$"):
+        normlab.fuse(model, x)
+    assert capfd.readouterr().err == ""
+    with normlab.route(model, branch="aux"):
+        assert normlab.fuse(model, x).get_submodule("1").act == "relu"
+    assert model[1].num_batches_tracked.tolist() == [0, 0]

@@ -269,6 +269,18 @@ def test_adversarial_training_makes_robust():
     assert clean > 90 and robust > broken + 15
 
 
+def test_two_streams_that_both_attack_are_both_tested(data, tmp_path):
+    near, far = (f"pgd(eps={eps}, units=pixels, steps=2, of=identity)" for eps in (0.01, 0.5))
+    settings = Settings(data="digits", norm="auxiliary", recipe=f"streams(main={near}, aux={far})", epochs=2)
+    train(replace(settings, train_size=160, test_size=40), tmp_path / "run", device="cpu")
+    last = list(read_lines(tmp_path / "run" / "log.jsonl"))[-1]
+    assert last["aux_attacked_test_loss"] > last["attacked_test_loss"]
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "run")])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "test loss under attack" in page and "test loss of aux under attack" in page
+
+
 def test_recipe_from_the_command_line(tmp_path, capsys):
     text = "streams(main=identity, aux=fgsm(eps=0.1, units=pixels))"
     main_arguments = [
@@ -456,7 +468,8 @@ def refused(data, text, norm="auxiliary", **values):
         ("streams(main=identity, aux=pgd(eps=0.1, units=pixels, update=true))", "auxiliary", "needs mode=train"),
         ("streams(main=pgd(eps=0.1, units=pixels), aux=pgd(eps=0.1, units=pixels))", "auxiliary", "say of=standard"),
         ("streams(main=identity, aux=pgd(size=1))", "auxiliary", "pgd takes no argument 'size'"),
-        ("streams(main=identity, aux=standard, forward=three)", "auxiliary", "'three' is not known"),
+        ("streams(main=identity, aux=standard, forward=three)", "auxiliary", "forward='three' is not known; expected"),
+        ("streams(main=identity, aux=standard, separated=no)", "auxiliary", "separated=no: 'no' is not known"),
         ("streams(main=identity, aux=standard", "auxiliary", "lacks its closing bracket"),
         ("stream(main=identity)", "auxiliary", "'stream' is no recipe; did you mean 'streams'"),
         ("classify(standard)", "batch", "classify takes no arguments"),
@@ -531,9 +544,11 @@ def test_an_attack_may_be_an_object_and_its_standardised_units_those_of_the_data
 def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
     streams, x, y = two_streams(main="identity", aux="randaugment"), data.train.x[:8], data.train.y[:8]
 
-    def loss(images: Any, model: nn.Module | None = None, source: Any = data, draw: Any = None) -> float:
+    def loss(
+        images: Any, model: nn.Module | None = None, source: Any = data, draw: Any = None, labels: Any = y
+    ) -> float:
         seeded = torch.Generator().manual_seed(0) if draw is None else draw
-        return streams.loss(model or own_net(), images, y, source, seeded)["loss"].item()
+        return streams.loss(model or own_net(), images, labels, source, seeded)["loss"].item()
 
     assert loss(x) == pytest.approx(loss(x / 255), rel=1e-5)
     whole = replace(data, train=Images(data.train.x / 255, data.train.y))  # such data are trained on too
@@ -542,8 +557,22 @@ def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
         (lambda: loss(x / 255 - 0.5), "the stream main is given pixels from -0.5 to 0.5"),
         (lambda: loss(x, source=(x, y)), "loss() takes normlab.lab.Data; got tuple"),
         (lambda: loss(x, draw=0), "the draws of makers need a torch.Generator; got int"),
+        (lambda: loss(x, labels=y[1:]), "a batch has 8 images and 7 labels"),
+        (
+            lambda: loss(x, labels=y.float()),
+            "whole numbers, int64; got torch.float32; y.long() makes them so",
+        ),
+        (lambda: loss(x, labels=y + 5), "and digits has 10 classes; expected labels from 0 to 9"),
+        (
+            lambda: loss(x[0]),
+            "the images of a batch are [N, C, H, W] and their labels [N]; got [1, 8, 8] and [8]",
+        ),
+        (lambda: loss(x.numpy()), "their labels are tensors; got ndarray and Tensor"),
         (lambda: loss(x, nn.Linear(2, 2)), "Linear has no separated layers for the streams main and aux"),
-        (lambda: loss(x, own_net(("main", "adv"))), "branches=['main', 'aux'])"),
+        (
+            lambda: loss(x, own_net(("main", "adv"))),
+            "by the norm auxiliary(branches=['main', 'aux']), convert(mo",
+        ),
         (lambda: loss(x, own_net(outputs=3)), "Sequential has 3 outputs, but digits has 10 classes"),
         (
             lambda: two_streams(main="identity", aux="cutout", separated=cast(Any, "false")),

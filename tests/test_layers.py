@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +193,22 @@ def test_batch_norm_checkpoints_are_assigned_to_layers_without_values(case: Case
     layer.double()  # what is not in the checkpoint starts as constructed
     near = SINGLE if "mean_weight" in layer.state_dict() else EXACT
     assert_close(case.call(layer.eval(), x, case.give(x)), bn(x), **near)
+
+
+def test_branches_in_another_order_keep_their_own_statistics(tmp_path: Path):
+    """Affine maps go by the names of branches; the rows of running statistics must follow them."""
+    saved: Any = nn.Sequential(normlab.AuxiliaryBatchNorm2d(4, branches=("a", "b")))
+    x = torch.randn(6, 4, 3, 3)
+    saved[0](x + 5, "a")
+    saved[0](3 * x, "b")
+    torch.save(saved.state_dict(), tmp_path / "state.pt")
+    loaded: Any = nn.Sequential(normlab.AuxiliaryBatchNorm2d(4, branches=("b", "a")))
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for branch in ("a", "b"):
+        assert_close(loaded.eval()[0](x, branch), saved.eval()[0](x, branch), rtol=0, atol=0)
+    values = dict(saved.state_dict())  # without torch's metadata rows are taken as they are
+    loaded.load_state_dict(values)
+    assert_close(loaded[0].running_mean, saved[0].running_mean)
 
 
 def test_a_tracked_resolution_is_loaded_with_values_alone():

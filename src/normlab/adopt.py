@@ -6,7 +6,9 @@ that loads it computes what the batch norm computed, where it can.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from .rules import Mixture
 if TYPE_CHECKING:
     from .layers.base import Norm
 
-__all__ = ["complete_state"]
+__all__ = ["complete_state", "order_branches"]
 
 _PLAIN = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
@@ -72,6 +74,24 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
     learned = (*layer._learned, *layer._predictor)
     for name in learned:  # a gate or predictor has nothing to take over: it starts as constructed
         state.setdefault(prefix + name, own[name])
+
+
+def order_branches(layer: Norm, state: dict[str, Any], prefix: str, saved: Sequence[str] | None) -> None:
+    """Rows of running statistics as ``layer`` orders its branches, where they were saved in another order.
+
+    Affine maps are saved by the names of their branches and running statistics by row: a branch would get its own map
+    and the statistics of another.
+    """
+    if layer.branches is None or saved is None or sorted(saved) != sorted(layer.branches):
+        return
+    rows = [list(saved).index(branch) for branch in layer.branches]
+    if rows == sorted(rows):
+        return
+    pairs = [names for names in layer._buffers_of if names is not None]
+    for name in chain(*pairs, ["num_batches_tracked"]):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.shape[:1] == (len(rows),):
+            state[prefix + name] = value[rows]
 
 
 def _taken(moved: dict[str, Tensor], part: str, name: str) -> bool:

@@ -12,8 +12,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from ._text import check_model
@@ -21,6 +20,7 @@ from .activation import LEAK
 from .layers import KalmanNorm, Norm
 from .plain import hooks_of
 from .state import no_update
+from .surgery import carry_hooks
 
 __all__ = ["fuse"]
 
@@ -31,14 +31,34 @@ _FUNCTIONS: dict[Any, str] = {
 _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu"}
 _IN_PLACE: tuple[Any, ...] = (operator.iadd, "add_")
 _ADDS: tuple[Any, ...] = (operator.add, torch.add, "add", *_IN_PLACE)
+_WRITERS = ({f"i{name}" for name in dir(operator)} & {*dir(operator)}) | {"setitem"}  # iadd, imul, ...
+_CALLS = ("call_function", "call_method")  # a module may be called "add" or "relu" as well
 
 
 class _Tracer(fx.Tracer):
-    """Parts without a norm layer stay whole: one that drops in training, or that cannot be traced, does as it did."""
+    """Parts without a norm layer stay whole: one that drops in training, or that cannot be traced, does as it did.
+
+    So do parts with hooks, which would see the trace and no call after it.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = type(m) is not nn.Sequential and not any(isinstance(inner, Norm) for inner in m.modules())
-        return whole or isinstance(m, Norm) or super().is_leaf_module(m, module_qualified_name)
+        whole = whole or isinstance(m, Norm) or bool(hooks_of(m))
+        return whole or super().is_leaf_module(m, module_qualified_name)
+
+
+class _Shapes(fx.Interpreter):
+    """Notes the shape and type of every tensor. What goes wrong in a layer is said in the layer's own words."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        super().__init__(traced)
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        if isinstance(found, Tensor):
+            n.meta["normlab"] = found.shape, found.dtype
+        return found
 
 
 def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
@@ -50,7 +70,8 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
 
     Parameters and buffers are those of ``model``, under the same names: train the graph module, and ``model`` has the
     trained values, unfused, to evaluate, fold or save. Code of the model itself that asks ``self.training`` was traced
-    in the mode that the model is in, and stays so.
+    in the mode that the model is in, and stays so. Parts that have hooks stay as they are. With example inputs, call it
+    where the model can be called: one with branches within :func:`route`.
 
     >>> import torch, torchvision, normlab
     >>> model = normlab.convert(torchvision.models.resnet18(weights=None), "batch")
@@ -70,10 +91,11 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
             "layers act='relu' where they are made instead"
         ) from error
     traced = fx.GraphModule(model, graph)
+    carry_hooks(traced, model)
     _skip_identities(traced)
     if inputs:
         with torch.no_grad(), no_update(model):
-            ShapeProp(traced).propagate(*inputs)
+            _Shapes(traced).run(*inputs)
     found = 0
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     for node in list(graph.nodes):
@@ -84,7 +106,6 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
             f"{type(model).__name__} has no norm layer of normlab that is followed by an activation or, seen with "
             "example inputs, by an addition of equal shapes; convert its norm layers first, convert(model, 'batch')"
         )
-    graph.eliminate_dead_code()
     graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()
@@ -119,9 +140,11 @@ def _free(module: nn.Module, node: fx.Node) -> bool:
 def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
     """Let one norm layer do what follows it. Returns how many nodes it took over."""
     end, residual, act, leak, taken = node, None, None, LEAK, 0
+    place = node
     reader = next(iter(node.users))
-    if shapes and reader.op != "output" and (other := _other_summand(reader, node)) is not None:
-        end, residual, taken = reader, other, 1
+    if shapes and (other := _other_summand(reader, node)) is not None and not _written(traced, node, reader):
+        place = end = reader
+        residual, taken = other, 1
         reader = next(iter(end.users)) if len(end.users) == 1 else None
     if reader is not None and (known := _activation(traced, reader)) is not None:
         act, leak = known
@@ -137,7 +160,7 @@ def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
     layer.act = act
     layer._ready = type(layer._ready)()
     traced.add_submodule(name, layer)
-    with traced.graph.inserting_before(end):
+    with traced.graph.inserting_before(place):  # not later: what it reads may be written to after that
         new = traced.graph.call_module(name, node.args, {} if residual is None else {"residual": residual})
     new.meta = dict(end.meta)
     end.replace_all_uses_with(new)
@@ -149,16 +172,32 @@ def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
 
 def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     """What is added to ``node``, where that is all ``reader`` does and both have the same shape and type."""
-    if reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
+    if reader.op not in _CALLS or reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
         return None
     if reader.target in _IN_PLACE and reader.args[0] is not node:  # others may read what it writes to
         return None
     others = [a for a in reader.args if a is not node]
-    if len(others) != 1 or not isinstance(others[0], fx.Node):
-        return None
-    here, there = (n.meta.get("tensor_meta") for n in (node, others[0]))
-    same = here is not None and there is not None and (here.shape, here.dtype) == (there.shape, there.dtype)
-    return others[0] if same else None
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or others[0].op == "get_attr":
+        return None  # a parameter [1, C, H, W] broadcasts, unless the example is of one sample
+    here, there = (n.meta.get("normlab") for n in (node, others[0]))
+    return others[0] if here is not None and here == there else None
+
+
+def _written(traced: fx.GraphModule, first: fx.Node, last: fx.Node) -> bool:
+    """Whether anything between two nodes may write to its inputs, which ``first`` could not read later than it does."""
+    node = first.next
+    while node is not last:
+        if node.op == "call_module":
+            module = traced.get_submodule(str(node.target))
+            if any(getattr(inner, "inplace", False) for inner in module.modules()):
+                return True
+        elif node.op in _CALLS:
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            said = "out" in node.kwargs or node.kwargs.get("inplace") or any(a is True for a in node.args)
+            if said or name.endswith("_") or name in _WRITERS:
+                return True
+        node = node.next
+    return False
 
 
 def _activation(traced: fx.GraphModule, reader: fx.Node) -> tuple[str, float] | None:
@@ -169,7 +208,7 @@ def _activation(traced: fx.GraphModule, reader: fx.Node) -> tuple[str, float] | 
         if name is None or hooks_of(module):
             return None
         return name, getattr(module, "negative_slope", LEAK)
-    if reader.op not in ("call_function", "call_method") or reader.target not in _FUNCTIONS:
+    if reader.op not in _CALLS or reader.target not in _FUNCTIONS:
         return None
     name, leak = _FUNCTIONS[reader.target], LEAK
     if name == "leaky_relu":

@@ -97,6 +97,7 @@ class Launch:
         assert tensors[0] is not None
         given: tuple[Any, ...] = tuple(tensors[0] if t is None else t for t in tensors)
         if self.device < 0:  # the interpreter, which runs one program after the other: none may wait
+            _check_interpreted(self.kernel)
             given = (*given, torch.zeros(1, dtype=torch.int64)) if self.meet else given
             self.kernel[(1 if self.meet else self.grid,)](*given, *numbers, *self.fixed)
             return
@@ -122,6 +123,16 @@ class Launch:
         if torch.cuda.is_current_stream_capturing():
             return torch.zeros(1, dtype=torch.int64, device=f"cuda:{self.device}").data_ptr()
         return _counter(self.device, stream, self.grid).data_ptr()
+
+
+def _check_interpreted(kernel: Any) -> None:
+    from triton.runtime.jit import JITFunction
+
+    if isinstance(kernel, JITFunction):
+        raise RuntimeError(
+            "the back end 'triton' was chosen for a tensor on the CPU, where its kernels run in Triton's interpreter "
+            "only: set TRITON_INTERPRET=1 before Python starts, or choose 'auto' or 'torch'"
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from .._text import nearest
 from .errors import LabError
 from .readers import SOURCES, Images, Parts, Source, read_folder
 
-__all__ = ["NAMES", "Data", "Images", "augment", "check_data", "load", "pixels", "resize"]
+__all__ = ["NAMES", "Data", "Images", "augment", "check_batch", "check_data", "load", "pixels", "resize"]
 
 NAMES: dict[str, str] = {name: source.about for name, source in SOURCES.items()} | {
     "folder:PATH": "your own images: train/ and test/ with a folder for each class, or such folders alone"
@@ -87,6 +87,13 @@ class Data:
 
 
 def _check_images(what: str, x: Tensor, y: Tensor) -> None:
+    _check_kinds(what, x, y)
+    if x.is_floating_point() and x.numel() and not (x.amin() >= 0 and x.amax() <= 1):
+        low, high = x.amin().item(), x.amax().item()
+        raise LabError(f"{what} are bytes, or pixels in [0, 1]; got {x.dtype} from {low:g} to {high:g}")
+
+
+def _check_kinds(what: str, x: Tensor, y: Tensor) -> None:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         got = f"{type(x).__name__} and {type(y).__name__}"
         raise LabError(
@@ -98,9 +105,17 @@ def _check_images(what: str, x: Tensor, y: Tensor) -> None:
         )
     if y.dtype != torch.int64:
         raise LabError(f"labels of {what} are whole numbers, int64; got {y.dtype}; y.long() makes them so")
-    if x.is_floating_point() and x.numel() and not (x.amin() >= 0 and x.amax() <= 1):
-        low, high = x.amin().item(), x.amax().item()
-        raise LabError(f"{what} are bytes, or pixels in [0, 1]; got {x.dtype} from {low:g} to {high:g}")
+
+
+def check_batch(x: Tensor, y: Tensor, data: Data) -> None:
+    """Say so where a batch of a user's own loop is not images and labels; the values of a GPU are not asked for."""
+    _check_kinds("the images of a batch", x, y)
+    if len(x) != len(y):
+        raise LabError(f"a batch has {len(x)} images and {len(y)} labels for them")
+    low, high = (int(v) for v in y.aminmax()) if len(y) and y.device.type == "cpu" else (0, 0)
+    if low < 0 or high >= len(data.classes) > 0:
+        raise LabError(f"the labels of a batch run from {low} to {high}, and {data.name} has {len(data.classes)} "
+                       f"classes; expected labels from 0 to {len(data.classes) - 1}")  # fmt: skip
 
 
 def check_data(data: object, function: str) -> None:

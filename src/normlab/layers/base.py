@@ -667,13 +667,20 @@ class Norm(nn.Module):
 
     # --- state dicts --------------------------------------------------------------------------------------------
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        about = getattr(destination, "_metadata", None)
+        if self.branches is not None and about is not None:
+            about.setdefault(prefix[:-1], {})["branches"] = list(self.branches)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         # What the layer can take over from plain batch norm is completed in place, so torch's strict check sees it.
-        from ..adopt import complete_state
+        from ..adopt import complete_state, order_branches
 
+        order_branches(self, state_dict, prefix, local_metadata.get("branches"))
         complete_state(self, state_dict, prefix)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

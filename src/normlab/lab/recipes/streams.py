@@ -27,7 +27,7 @@ from ..augmentations import AUGMENTATIONS
 from ..errors import LabError
 from ..mixing import branches_of
 from ..predict import check_logits
-from ..texts import flag, one_of
+from ..texts import flag
 from . import Batch, Context, Phase
 from .adversarial import Adversary, attacked_score, parse_adversary
 from .classify import Classify
@@ -101,10 +101,11 @@ class TwoStreams(Classify):
 
         ``data`` says what makers need to know: what may be mirrored and cropped, the mean colour.
         """
-        from ..data import check_data, pixels
+        from ..data import check_batch, check_data, pixels
 
         self.check(model)
         check_data(data, "loss")
+        check_batch(x, y, data)
         if not isinstance(generator, torch.Generator):
             raise LabError(f"the draws of makers need a torch.Generator; got {type(generator).__name__}")
         parts = [part._replace(x=pixels(part.x)) for part in self._parts(x, y, data, generator)]
@@ -162,7 +163,11 @@ class TwoStreams(Classify):
                     found |= {prefix + name: v for name, v in super().evaluate(model, ctx).items()}
                 if stream.adversary is not None:
                     score = attacked_score(model, ctx, stream.adversary.attack)
-                    found |= {"attacked_accuracy": score.accuracy, "attacked_test_loss": score.loss}
+                    prefix = f"{stream.branch}_" if "attacked_accuracy" in found else ""  # where both attack
+                    found |= {
+                        f"{prefix}attacked_accuracy": score.accuracy,
+                        f"{prefix}attacked_test_loss": score.loss,
+                    }
         return found
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
@@ -194,7 +199,7 @@ class TwoStreams(Classify):
         for name in names:
             if name not in known:
                 raise LabError(f"there is no branch {name!r}; this model has {words(known)}. Name the streams after "
-                               "these, or the branches after the streams: "
+                               f"these, or the branches after the streams: by the norm auxiliary(branches={names}), "
                                f'convert(model, "auxiliary", branches={names})')  # fmt: skip
 
 
@@ -265,8 +270,11 @@ def make(given: Mapping[str, str]) -> TwoStreams:
     """The recipe from its arguments as texts; without any, Weak Augment."""
     given = dict(given) or {"main": "cutout", "aux": "randaugment"}
     text = f"streams({', '.join(f'{k}={v}' if k else v for k, v in given.items())})"
-    forward = one_of("one", "two")(given.pop("forward", "two"))
-    separated = flag(given.pop("separated", "true"))
+    forward, said = given.pop("forward", "two"), given.pop("separated", "true")
+    try:
+        separated = flag(said)
+    except LabError as error:
+        raise LabError(f"{text}: separated={said}: {error}") from None
     if "" in given:
         raise LabError(f"{text}: {given['']!r} has no branch; write main={given['']}")
     return two_streams(forward=forward, separated=separated, text=text, **given)

@@ -518,7 +518,11 @@ def quantities(streams: Sequence[str]) -> dict[Quantity, tuple[str, ...]]:
         found[Quantity("train", "accuracy", name)] = (f"{name}_train_accuracy",)
         found[Quantity("test", "accuracy", name)] = (f"{name}_accuracy",)
         found[Quantity("test", "loss", name)] = (f"{name}_test_loss",)
-    return found | ATTACKED
+    found |= ATTACKED
+    for name in streams[1:]:  # where both streams attack
+        for quantity, (key,) in ATTACKED.items():
+            found[quantity._replace(stream=name)] = (f"{name}_{key}",)
+    return found
 
 
 def courses(configs: Sequence[Config]) -> list[Course]:
