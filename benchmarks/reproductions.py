@@ -21,6 +21,11 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
+def scale_of(found: dict[str, Any]) -> str:
+    epochs = found.get("epochs")  # where others were asked for than the scale has
+    return found["scale"] + (f", {epochs} epochs" if epochs else "")
+
+
 def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
     """Every cell of the comparisons that a folder holds, with the device and versions that they were computed with."""
     first = next(iter(sorted(folder.glob("runs/*/results.jsonl"))), None)
@@ -34,7 +39,7 @@ def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
     return [
         {"table": found["name"], "part": part["title"], "row": row["label"], "column": row["column"],
          "paper": rounded(row["paper"]), "paper_error": rounded(row["paper_error"]), "ours": rounded(row["mean"]),
-         "error": rounded(row["error"]), "n": row["n"], "scale": found["scale"]} | place
+         "error": rounded(row["error"]), "n": row["n"], "scale": scale_of(found)} | place
         for found in comparisons
         for part in found["comparisons"]
         for row in part["rows"]

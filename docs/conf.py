@@ -87,7 +87,9 @@ def write_reproductions(app: Any) -> None:
             columns = list(dict.fromkeys(r["column"] for r in mine))
             cells = {(r["row"], r["column"]): r for r in mine}
             first = mine[0]
-            about = f"`{table}`, {first['scale']} scale, {first['device']}, n = {first['n']}."
+            scale, _, epochs = first["scale"].partition(", ")
+            trained = f", {epochs}" if epochs else ""
+            about = f"`{table}`, {scale} scale{trained}, {first['device']}, n = {first['n']}."
             lines += [
                 f"**{part}**, paper / ours. {about}",
                 "",

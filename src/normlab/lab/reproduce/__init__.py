@@ -101,7 +101,10 @@ def run(
     if only:
         check_only(ctx, name)
     if epochs is not None:
-        said = f" Trained for {epochs} epoch{'s' * (epochs != 1)}, as asked, and not for those of the scale."
+        said = (
+            f" Trained for {epochs} epoch{'s' * (epochs != 1)}, as asked, and not for those of the scale; warm-up and steps "
+            "of the learning rate are moved in proportion."
+        )
         outcome = replace(outcome, comparisons=[replace(c, note=c.note + said) for c in outcome.comparisons])
     return _written(known[name], ctx, outcome)
 
@@ -112,7 +115,7 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
 
     folder, suffix = ctx.folder, "" if _named(ctx.folder) in (None, entry.name) else f"-{entry.name}"
     about = {
-        "name": entry.name, "source": entry.source, "scale": ctx.scale, "versions": versions(),
+        "name": entry.name, "source": entry.source, "scale": ctx.scale, "epochs": ctx.epochs, "versions": versions(),
         "comparisons": [asdict(c) for c in outcome.comparisons], "figures": [f.name for f in outcome.figures],
     }  # fmt: skip
     text = json.dumps(finite(about), indent=1, ensure_ascii=False) + "\n"
