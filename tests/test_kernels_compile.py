@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def compile_all() -> None:
         (normlab.BatchRenorm2d, "one"),
         (normlab.BatchNorm2d, "one"),
         (normlab.BatchNorm2d, "several"),
+        (partial(normlab.BatchRenorm2d, ghost=1), "one"),
+        (partial(normlab.BatchGroupNorm2d, num_groups=8, ghost=1), "several"),
     ]
     for make, launches in layers:
         for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -390,6 +391,12 @@ def test_a_text_where_a_list_is_expected_is_a_sentence(tmp_path):
                 lambda: study_module.train(TINY, tmp_path, measure="clean")):  # fmt: skip
         with pytest.raises(LabError, match=r"measurements are a list, \['clean'\]; got the text 'clean'"):
             ask()
+
+
+def test_no_model_where_one_is_measured_is_a_sentence():
+    data: Any = None  # the model is looked at first
+    with pytest.raises(TypeError, match=r"measure\(\) takes a model, a torch.nn.Module; got NoneType"):
+        lab.measure(data, data, ["clean"])
 
 
 def test_a_device_that_is_not_there_is_a_sentence():

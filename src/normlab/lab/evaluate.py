@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from .._text import nearest, words
+from .._text import check_model, nearest, words
 from ..routing import current
 from .attacks import KINDS, Ball
 from .data import check_data
@@ -236,6 +236,7 @@ def measure(
     images, say by what: ``mean`` and ``std``, one number a channel of pixels in [0, 1]. The batch size enters where
     random numbers are drawn batch by batch: the same one gives the same numbers.
     """
+    check_model(model, "measure")
     if isinstance(measurements, str):
         raise LabError(f"measurements are a list, [{measurements!r}]; got the text {measurements!r}")
     asked = [m if isinstance(m, Measurement) else parse(m) for m in measurements]

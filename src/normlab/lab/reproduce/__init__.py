@@ -102,8 +102,8 @@ def run(
         check_only(ctx, name)
     if epochs is not None:
         said = (
-            f" Trained for {epochs} epoch{'s' * (epochs != 1)}, as asked, and not for those of the scale; warm-up and steps "
-            "of the learning rate are moved in proportion."
+            f" Trained for {epochs} epoch{'s' * (epochs != 1)}, as asked, and not for those of the scale; warm-up and "
+            "steps of the learning rate are moved in proportion."
         )
         outcome = replace(outcome, comparisons=[replace(c, note=c.note + said) for c in outcome.comparisons])
     return _written(known[name], ctx, outcome)
