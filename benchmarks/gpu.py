@@ -54,6 +54,7 @@ LISTED = [
     "batch_renorm",
     "mode",
     "adaptive_instance",
+    "positional",
 ]
 Step = Callable[[], object]
 CONTEXT = multiprocessing.get_context("spawn")

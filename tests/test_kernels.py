@@ -592,6 +592,94 @@ def close_to_exact(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
         assert_close(found[name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.fixture
+def few_channels(monkeypatch: pytest.MonkeyPatch):
+    """Programs of positional norm that look at few channels together, and several positions one after the other."""
+    from normlab import positions
+
+    positions._prepare.cache_clear()
+    monkeypatch.setattr(positions, "_TILE", 64)
+    monkeypatch.setattr(positions, "_processors", lambda device: 1)
+    yield
+    positions._prepare.cache_clear()
+
+
+POSITIONAL: dict[str, dict[str, Any]] = {
+    "shared": {"affine": "shared", "act": "relu"},
+    "none": {"affine": "none"},
+    "class": {"affine": "class", "num_classes": 3, "act": "silu"},
+    "branch": {"affine": "sandwich_branch", "branches": ("main", "aux"), "act": "leaky_relu"},
+}
+
+
+def one_positional_step(name: str, layout: torch.memory_format) -> None:
+    layer = normlab.Norm2d(40, "positional", **POSITIONAL[name]).to(DEVICE)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    exact = deepcopy(layer).double()
+    x = torch.randn(6, 40, 5, 7, device=DEVICE).contiguous(memory_format=layout)
+    dy, beside = torch.randn_like(x), torch.randn_like(x)
+    given: dict[str, Any] = {"branch": "aux"} if layer.branches else {}
+    if layer.num_classes:
+        given["label"] = torch.tensor([2, 0, 0, 2, 1, 1], device=DEVICE)
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy, residual=beside, **given)
+        y = layer(x.requires_grad_(), **given)
+    assert type(y.grad_fn).__name__ == "_PositionsBackward"
+    close_to_exact(found, one_step(exact, x.double(), dy.double(), residual=beside.double(), **given))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_positions(name: str, layout: torch.memory_format):
+    one_positional_step(name, layout)
+
+
+@pytest.mark.usefixtures("few_channels")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_positions_of_many_channels(name: str, layout: torch.memory_format):
+    """Block by block, as where a program cannot hold all channels."""
+    one_positional_step(name, layout)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few channels", "many channels"])
+def test_positions_far_from_zero(many: bool, request: pytest.FixtureRequest):
+    if many:
+        request.getfixturevalue("few_channels")
+    layer = normlab.PositionalNorm2d(40).to(DEVICE)
+    x = torch.randn(3, 40, 5, 5, device=DEVICE) + 10_000
+    with normlab.backend("triton"):
+        y = layer(x)
+    assert_close(y, deepcopy(layer).double()(x.double()), rtol=0, atol=2e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_positions_of_half_precision(dtype: torch.dtype):
+    layer = normlab.PositionalNorm2d(40).to(DEVICE)
+    x = torch.randn(3, 40, 5, 5, device=DEVICE).to(dtype).requires_grad_()
+    dy = torch.randn(3, 40, 5, 5, device=DEVICE).to(dtype)
+    with normlab.backend("triton"):
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    wide = x.detach().double().requires_grad_()
+    exact = deepcopy(layer).double()(wide)
+    (d_wide,) = torch.autograd.grad(exact, wide, dy.double())
+    assert y.dtype == dx.dtype == dtype
+    assert_close(y, exact.to(dtype), rtol=1e-2, atol=1e-2)
+    assert_close(dx, d_wide.to(dtype), rtol=1e-2, atol=1e-2)
+
+
+def test_positions_give_the_same_bits_each_time():
+    layer = normlab.PositionalNorm2d(40, act="relu").to(DEVICE)
+    x = torch.randn(9, 40, 6, 7, device=DEVICE, requires_grad=True)
+    dy = torch.randn_like(x)
+    with normlab.backend("triton"):
+        first, second = (torch.autograd.grad(layer(x), (x, *layer.parameters()), dy) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 GHOSTS: dict[str, dict[str, Any]] = {
     "batch": {},
     "no affine": {"affine": "none"},

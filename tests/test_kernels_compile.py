@@ -41,7 +41,7 @@ def compile_all() -> None:
     def compiled(launch: Launch, tensors: tuple, pointers: object, numbers: tuple) -> None:
         given = [tensors[0] if t is None else t for t in tensors]
         given += [torch.zeros(1, dtype=torch.int64)] * launch.meet
-        made = launch.kernel.warmup(*given, *numbers, *launch.fixed, grid=(1,))
+        made = launch.kernel.warmup(*given, *numbers, *launch.fixed, grid=(1,), num_warps=launch.warps)
         print(launch.kernel.__name__, launch.meet, len(made.asm["cubin"]) > 0)
 
     driver.set_active(NoDevice())  # type: ignore[arg-type]
@@ -53,6 +53,7 @@ def compile_all() -> None:
         (normlab.BatchRenorm2d, "one"),
         (normlab.BatchNorm2d, "one"),
         (normlab.BatchNorm2d, "several"),
+        (normlab.PositionalNorm2d, "one"),
         (partial(normlab.BatchRenorm2d, ghost=1), "one"),
         (partial(normlab.BatchGroupNorm2d, num_groups=8, ghost=1), "several"),
     ]

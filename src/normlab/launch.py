@@ -65,14 +65,14 @@ class Launch:
     by which programs meet, or what stands in its place.
     """
 
-    __slots__ = ("device", "fixed", "grid", "kernel", "meet", "ready", "takes")
+    __slots__ = ("device", "fixed", "grid", "kernel", "meet", "ready", "takes", "warps")
 
     def __init__(
         self, kernel: Any, grid: int, fixed: tuple[Any, ...], device: int, meet: bool = False,
-        takes: tuple[Sequence[int], Sequence[int]] | None = None,
+        takes: tuple[Sequence[int], Sequence[int]] | None = None, warps: int = 4,
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.fixed, self.device, self.meet = kernel, grid, fixed, device, meet
-        self.takes = takes
+        self.takes, self.warps = takes, warps
         self.ready: Any = None  # compiled
 
     def __call__(self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...] = ()) -> None:
@@ -103,7 +103,7 @@ class Launch:
             return
         given = tuple(_Pointer(p, t.dtype) for p, t in zip(pointers, given, strict=True))
         if not self.meet:
-            made = self.kernel[(self.grid,)](*given, *numbers, *self.fixed)
+            made = self.kernel[(self.grid,)](*given, *numbers, *self.fixed, num_warps=self.warps)
             self.ready = made if DIRECT else None
             return
         processors = _processors(self.device)

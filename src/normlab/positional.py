@@ -1,7 +1,8 @@
 """Positional norm: statistics over the channels at each position.
 
 Outside the engine's contract, because its coefficients vary over space; the affine map is the engine's. Only ``x`` is
-saved for backward: the statistics, one pair a position, are computed again.
+saved for backward: the statistics, one pair a position, are computed again. Here by torch's operators; where the
+kernels serve, :mod:`normlab.positions` does it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from .engine import _reduce, differentiate, must_trace, wants_plain
 from .reference import at_least_single
 
-__all__ = ["normalize_positions"]
+__all__ = ["normalize_positions", "plain_positions"]
 
 
 def normalize_positions(
@@ -28,11 +29,12 @@ def normalize_positions(
     weight = weight.unsqueeze(0) if weight is not None and weight.dim() == 1 else weight
     bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
     if must_trace(x):
-        return _plain(x, weight, bias, eps)
+        return plain_positions(x, weight, bias, eps)
     return _Positional.apply(x, weight, bias, eps)
 
 
-def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def plain_positions(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """By operators that autograd differentiates; ``weight`` and ``bias`` are ``[1, C]`` or ``[N, C]``, or ``[C]``."""
     wide = at_least_single(x)
     centered = wide - wide.mean(1, keepdim=True)  # not var_mean, which warns of an empty batch
     y = centered * torch.rsqrt(centered.square().mean(1, keepdim=True) + eps)
@@ -44,7 +46,7 @@ def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) ->
 
 
 def _place(t: Tensor, x: Tensor) -> Tensor:
-    return t.reshape(t.shape + (1,) * (x.dim() - 2))
+    return t.reshape((*t.shape, *(1,) * (x.dim() - 2)))
 
 
 def _standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -75,7 +77,7 @@ class _Positional(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
         if wants_plain(dy):
-            plain = partial(_plain, eps=ctx.eps)
+            plain = partial(plain_positions, eps=ctx.eps)
             return *differentiate(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
         standard, reciprocal = _standardize(x, ctx.eps)
         g = dy.to(standard.dtype)
