@@ -50,7 +50,6 @@ def compile_all() -> None:
         (normlab.SwitchNorm2d, "one"),
         (normlab.SwitchNorm2d, "several"),
         (normlab.ModeNorm2d, "several"),
-        (normlab.BatchRenorm2d, "one"),
         (normlab.BatchNorm2d, "one"),
         (normlab.BatchNorm2d, "several"),
         (normlab.PositionalNorm2d, "one"),
