@@ -680,6 +680,44 @@ def test_positions_give_the_same_bits_each_time():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("options", "mixed"),
+    [
+        ({"statistics": "sparse_switchable", "ghost": 4}, False),
+        ({"statistics": "modes(2)", "ghost": 4}, False),
+        ({"statistics": "modes(2)"}, True),
+        ({"ghost": 4, "affine": "branch"}, True),
+        ({"momentum": None, "affine": "sandwich_branch"}, True),
+    ],
+    ids=["sparse ghosts", "ghosts with modes", "modes", "ghosts", "average"],
+)
+def test_the_same_bits_each_time_where_operators_pool(options: dict[str, Any], mixed: bool):
+    """What the kernels leave to torch's operators: samples are added up by branch and by ghost batch."""
+    x = torch.randn(64, 40, 6, 7, device=DEVICE)
+    dy = torch.randn_like(x)
+    given: dict[str, Any] = {"branch": torch.arange(64, device=DEVICE) * 7 % 3} if mixed else {}
+    branches = ("main", "aux", "third") if mixed else None
+    statistics = options.get("statistics", "batch")
+    if statistics == "sparse_switchable":
+        layer = normlab.SparseSwitchNorm2d(40, ghost=4)
+    else:
+        layer = normlab.Norm2d(40, branches=branches, **options)
+    layer = layer.to(DEVICE)
+    found = [one_step(deepcopy(layer), x, dy, **given) for _ in range(3)]
+    for other in found[1:]:
+        assert all(torch.equal(found[0][name], other[name]) for name in found[0])
+
+
+def test_ghost_batches_give_the_same_bits_each_time():
+    layer = normlab.BatchRenorm2d(40, ghost=3).to(DEVICE)
+    x = torch.randn(32, 40, 6, 7, device=DEVICE)
+    dy = torch.randn_like(x)
+    with normlab.backend("triton"):
+        first, second = (one_step(deepcopy(layer), x, dy) for _ in range(2))
+    # Second derivatives are those of the plain expression.
+    assert all(torch.equal(first[name], second[name]) for name in first if not name.startswith("d d "))
+
+
 GHOSTS: dict[str, dict[str, Any]] = {
     "batch": {},
     "no affine": {"affine": "none"},

@@ -374,3 +374,13 @@ def test_modes_of_one_branch_leave_the_others_alone():
     for mine, other in zip(layer.buffers(), plain.buffers(), strict=True):
         assert_close(mine[1], other)
     assert layer.num_batches_tracked.tolist() == [0, 1]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("statistics", ["batch", "modes(2)", "renorm", "batch_group(4)"])
+def test_a_broken_sample_stays_in_its_branch(statistics: str):
+    layer = normlab.Norm2d(8, statistics, branches=("main", "aux"))
+    x, branch = torch.randn(6, 8, 3, 3), torch.tensor([0, 1, 0, 1, 0, 1])
+    x[1] = torch.nan
+    y = layer(x, branch=branch)
+    assert y[branch == 0].isfinite().all()
+    assert layer.get_buffer("running_mean")[0].isfinite().all()

@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 
 from ._text import check_number, nearest
 from .engine import Coefficients, Moments, Rows, Rule, both
+from .indexed import take
 from .pools import Plan, Segments, group
 from .reference import at_least_single
 
@@ -128,11 +129,11 @@ class Predicted:
 
 def select(table: Tensor, index: int | Tensor) -> Tensor:
     """``[K, C]`` to the rows of ``index``: ``[1, C]`` for one, ``[N, C]`` for each sample's own."""
-    return table[index : index + 1] if isinstance(index, int) else table.index_select(0, index)
+    return table[index : index + 1] if isinstance(index, int) else take(table, index)
 
 
 def select_branch(tables: Mapping[str, Tensor], branches: Sequence[str], index: int | Tensor) -> Tensor:
     """Likewise from one tensor a branch; one branch for the whole batch leaves the others without gradient."""
     if isinstance(index, int):
         return tables[branches[index]]
-    return torch.stack([tables[b] for b in branches]).index_select(0, index)
+    return take(torch.stack([tables[b] for b in branches]), index)

@@ -16,6 +16,7 @@ from . import host
 from .activation import ACTIVATIONS, LEAK, activate
 from .affine import compose
 from .engine import Rows, Rule, Update, differentiate, plain, wants_plain
+from .indexed import take
 from .launch import Shape, addresses, ceil, dense, laid, like, shape_of
 from .pools import Plan, Pooled
 from .sized import Kind, Prepared, Static, prepare
@@ -104,9 +105,7 @@ class Affine(NamedTuple):
             terms.append((self.weight, self.bias))
         if self.weight2 is not None and self.bias2 is not None:
             second = (self.weight2, self.bias2)
-            terms.append(
-                second if self.label is None else tuple(t.index_select(0, self.label) for t in second)
-            )
+            terms.append(second if self.label is None else tuple(take(t, self.label) for t in second))
         return compose(terms)
 
 

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ._cache import remembered
 from ._text import check_number, nearest
 from .distributed import gather_statistics, sum_over_ranks
 from .engine import Moments, Rows, rows_of_runs, run_ends
+from .indexed import add_up, take
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -232,12 +234,21 @@ class Plan:
             return t
         if self.segments.index is None:
             return t.sum(0, keepdim=True)
-        return t.new_zeros(self.segments.number, t.shape[1]).index_add(0, self.segments.index, t)
+        number, ghost = self.segments.number, self.ghost
+        if not ghost:
+            return add_up(t, self.segments.index, number)
+        lacking = number * ghost - t.shape[0]  # of the last ghost batch
+        t = pad(t, (0, 0, 0, lacking)) if lacking else t
+        return t.reshape(number, ghost, -1).sum(1)
 
     def expand(self, p: Tensor) -> Tensor:
         """``[B, G]`` or ``[N, G]`` to what broadcasts against ``[N, R]``."""
         if self.pool.over_batch and self.segments.index is not None:
-            p = p.index_select(0, self.segments.index)
+            index, ghost = self.segments.index, self.ghost
+            if ghost:
+                p = p.unsqueeze(1).expand(-1, ghost, -1).reshape(-1, p.shape[1])[: index.shape[0]]
+            else:
+                p = take(p, index)
         if p.shape[1] == 1 or p.shape[1] == self.rows.number:
             return p
         if self.counts:

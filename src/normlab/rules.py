@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from . import pools as _pools
 from ._text import check_number
 from .distributed import gather_statistics
 from .engine import Coefficients, Moments, Rule
+from .indexed import add_up, take
 from .pools import Plan, Pool, Pooled, parse_pool
 from .reference import at_least_single
 from .running import Track
@@ -515,15 +515,22 @@ class _Gated:
         if self.sources.live[0]:
             plan = self.sources.plans[0]
             index, number = plan.segments.index, plan.segments.number
-            member = gates if index is None else (one_hot(index, number).unsqueeze(2) * gates.unsqueeze(1))
-            member = member.reshape(n, number * self.modes).t()  # [segments * K, N]
-            count, tiny = member.sum(1, keepdim=True), torch.finfo(torch.float32).tiny
+            tiny = torch.finfo(torch.float32).tiny
+
+            def added(t: Tensor) -> Tensor:  # [N, ...] to [segments, ...]
+                return t.sum(0, keepdim=True) if index is None else add_up(t, index, number)
+
+            def of_samples(t: Tensor) -> Tensor:
+                return t if index is None else take(t, index)
+
+            count = added(gates)
             count = torch.where(count < tiny, 0, count)  # no sample is of this mode, whatever the dtype
-            share = member / count.clamp_min(tiny)
-            mode_mean = share @ mean
-            spread = (mean.unsqueeze(0) - mode_mean.unsqueeze(1)).square() + var  # [segments * K, N, C]
-            mode_var = torch.einsum("kn,knc->kc", share, spread)
-            count = count * moments.size
+            share = (gates / of_samples(count).clamp_min(tiny)).unsqueeze(2)
+            mode_mean = added(share * mean.unsqueeze(1))  # [segments, K, C]
+            spread = (mean.unsqueeze(1) - of_samples(mode_mean)).square() + var.unsqueeze(1)  # [N, K, C]
+            mode_var = added(share * spread)
+            mode_mean, mode_var = (t.reshape(-1, c) for t in (mode_mean, mode_var))
+            count = count.reshape(-1, 1) * moments.size
             if plan.process_group is not None:
                 mode_mean, mode_var, total = gather_statistics(mode_mean, mode_var, count, plan.process_group)
                 count = total[:, :1]
@@ -531,7 +538,7 @@ class _Gated:
             seen = Pooled(*flat)
             mode_mean, mode_var = (t.reshape(number, self.modes, c) for t in (mode_mean, mode_var))
             if index is not None:
-                mode_mean, mode_var = mode_mean[index], mode_var[index]
+                mode_mean, mode_var = of_samples(mode_mean), of_samples(mode_var)
         else:
             running = self.sources.running[0]
             assert running is not None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .indexed import add_up, take
 from .pools import Pooled, Segments
 
 __all__ = ["Policy", "Track", "acceptable", "count_", "in_backward", "snapshot", "update_"]
@@ -152,15 +153,17 @@ def _average_segments(
     ``total`` adds the variance between the segments of a branch.
     """
     weight = torch.as_tensor(count, dtype=mean.dtype, device=mean.device).expand_as(mean)
-    if isinstance(of_branch, int):
-        of_branch = torch.zeros(mean.shape[0], dtype=torch.long, device=mean.device)
-    zero = mean.new_zeros(number, mean.shape[1])
-    whole = zero.index_add(0, of_branch, weight)
+
+    def added(t: Tensor) -> Tensor:
+        return t.sum(0, keepdim=True) if isinstance(of_branch, int) else add_up(t, of_branch, number)
+
+    def taken(t: Tensor) -> Tensor:
+        return t if isinstance(of_branch, int) else take(t, of_branch)
+
+    whole = added(weight)
     present = whole > 0
-    share = weight / torch.where(present, whole, 1).index_select(
-        0, of_branch
-    )  # soft counts may lie below one
-    of_branches = zero.index_add(0, of_branch, mean * share)
+    share = weight / taken(torch.where(present, whole, 1))  # soft counts may lie below one
+    of_branches = added(mean * share)
     if total:
-        var = var + (mean - of_branches.index_select(0, of_branch)).square()
-    return of_branches, zero.index_add(0, of_branch, var * share), present
+        var = var + (mean - taken(of_branches)).square()
+    return of_branches, added(var * share), present
