@@ -133,7 +133,7 @@ def _kind_of(shape: Shape, call: Call, affine: Affine, logits: Sequence[Tensor],
     mixed = segments is not None and segments.index is not None
     number = 1 if segments is None else segments.number
     groups = 0 if call.batch is None else call.batch.groups
-    ghost = 0 if call.batch is None or not live else call.batch.ghost
+    ghost = 0 if segments is None or not live else segments.ghost
     if call.batch is not None and not live:
         assert call.running is not None
         number, mixed = call.running[0].shape[0], call.running[0].shape[0] > 1

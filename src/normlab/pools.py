@@ -158,6 +158,9 @@ class Segments(NamedTuple):
     number: int = 1
     index: Tensor | None = None  # pyright: ignore[reportIncompatibleMethodOverride]  # [N], the segment of each sample; None: all in one
     branch: int | Tensor = 0  # the branch of every segment: one for all, or [number]
+    ghost: int = (
+        0  # samples of a segment, where each has as many that follow each other; the last may have fewer
+    )
 
 
 class Pooled(NamedTuple):
@@ -178,7 +181,7 @@ def make_segments(
         if ghosts == 1:
             return Segments(branch=branch)
         assert ghost is not None
-        return Segments(ghosts, torch.arange(samples, device=device) // ghost, branch)
+        return Segments(ghosts, torch.arange(samples, device=device) // ghost, branch, ghost)
     if ghosts == 1:
         return Segments(branches, branch, torch.arange(branches, device=device))
     assert ghost is not None
@@ -208,9 +211,6 @@ class Plan:
         self.process_group = process_group if pool.over_batch else None
         self.groups = pool.tracked(rows.channels)
         self.trivial = not pool.over_batch and self.groups == rows.number
-        # Samples of a ghost batch, where these follow each other.
-        one_branch = self.segments.index is not None and isinstance(self.segments.branch, int)
-        self.ghost = (pool.ghost or 0) if one_branch else 0
         # Pools that are plain axes of [N, groups, rows a group].
         self.simple = not self.counts and self.segments.index is None and self.process_group is None
 
@@ -234,7 +234,7 @@ class Plan:
             return t
         if self.segments.index is None:
             return t.sum(0, keepdim=True)
-        number, ghost = self.segments.number, self.ghost
+        number, ghost = self.segments.number, self.segments.ghost
         if not ghost:
             return add_up(t, self.segments.index, number)
         lacking = number * ghost - t.shape[0]  # of the last ghost batch
@@ -244,7 +244,7 @@ class Plan:
     def expand(self, p: Tensor) -> Tensor:
         """``[B, G]`` or ``[N, G]`` to what broadcasts against ``[N, R]``."""
         if self.pool.over_batch and self.segments.index is not None:
-            index, ghost = self.segments.index, self.ghost
+            index, ghost = self.segments.index, self.segments.ghost
             if ghost:
                 p = p.unsqueeze(1).expand(-1, ghost, -1).reshape(-1, p.shape[1])[: index.shape[0]]
             else:

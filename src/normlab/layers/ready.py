@@ -61,7 +61,7 @@ class Ready:
         number = segments[self.batch].number if self.batch is not None and self.live else 1
         branches = 1 if layer.branches is None else len(layer.branches)
         mixed = self.batch is not None and (self.each or self.segment is not None)
-        ghost = made[self.batch].ghost if self.batch is not None and self.live else 0
+        ghost = segments[self.batch].ghost if self.batch is not None and self.live else 0
         last = dense(x)[1]
         self.kind = Kind(
             shape_of(x, rows, last), call.own, 0 if call.sample is None else call.sample.groups,
