@@ -158,9 +158,7 @@ class Segments(NamedTuple):
     number: int = 1
     index: Tensor | None = None  # pyright: ignore[reportIncompatibleMethodOverride]  # [N], the segment of each sample; None: all in one
     branch: int | Tensor = 0  # the branch of every segment: one for all, or [number]
-    ghost: int = (
-        0  # samples of a segment, where each has as many that follow each other; the last may have fewer
-    )
+    ghost: int = 0  # samples of each, where they follow each other; the last may have fewer
 
 
 class Pooled(NamedTuple):
@@ -232,8 +230,6 @@ class Plan:
     def _sum_batch(self, t: Tensor) -> Tensor:  # [N, G] to [B, G]
         if not self.pool.over_batch:
             return t
-        if self.segments.index is None:
-            return t.sum(0, keepdim=True)
         number, ghost = self.segments.number, self.segments.ghost
         if not ghost:
             return add_up(t, self.segments.index, number)

@@ -516,19 +516,12 @@ class _Gated:
             plan = self.sources.plans[0]
             index, number = plan.segments.index, plan.segments.number
             tiny = torch.finfo(torch.float32).tiny
-
-            def added(t: Tensor) -> Tensor:  # [N, ...] to [segments, ...]
-                return t.sum(0, keepdim=True) if index is None else add_up(t, index, number)
-
-            def of_samples(t: Tensor) -> Tensor:
-                return t if index is None else take(t, index)
-
-            count = added(gates)
+            count = add_up(gates, index, number)
             count = torch.where(count < tiny, 0, count)  # no sample is of this mode, whatever the dtype
-            share = (gates / of_samples(count).clamp_min(tiny)).unsqueeze(2)
-            mode_mean = added(share * mean.unsqueeze(1))  # [segments, K, C]
-            spread = (mean.unsqueeze(1) - of_samples(mode_mean)).square() + var.unsqueeze(1)  # [N, K, C]
-            mode_var = added(share * spread)
+            share = (gates / take(count, index).clamp_min(tiny)).unsqueeze(2)
+            mode_mean = add_up(share * mean.unsqueeze(1), index, number)  # [segments, K, C]
+            spread = (mean.unsqueeze(1) - take(mode_mean, index)).square() + var.unsqueeze(1)  # [N, K, C]
+            mode_var = add_up(share * spread, index, number)
             mode_mean, mode_var = (t.reshape(-1, c) for t in (mode_mean, mode_var))
             count = count.reshape(-1, 1) * moments.size
             if plan.process_group is not None:
@@ -537,8 +530,7 @@ class _Gated:
             flat = (t.expand(-1, c).reshape(number, -1) for t in (mode_mean, mode_var, count))
             seen = Pooled(*flat)
             mode_mean, mode_var = (t.reshape(number, self.modes, c) for t in (mode_mean, mode_var))
-            if index is not None:
-                mode_mean, mode_var = of_samples(mode_mean), of_samples(mode_var)
+            mode_mean, mode_var = take(mode_mean, index), take(mode_var, index)
         else:
             running = self.sources.running[0]
             assert running is not None

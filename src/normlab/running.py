@@ -153,17 +153,11 @@ def _average_segments(
     ``total`` adds the variance between the segments of a branch.
     """
     weight = torch.as_tensor(count, dtype=mean.dtype, device=mean.device).expand_as(mean)
-
-    def added(t: Tensor) -> Tensor:
-        return t.sum(0, keepdim=True) if isinstance(of_branch, int) else add_up(t, of_branch, number)
-
-    def taken(t: Tensor) -> Tensor:
-        return t if isinstance(of_branch, int) else take(t, of_branch)
-
-    whole = added(weight)
+    index = None if isinstance(of_branch, int) else of_branch
+    whole = add_up(weight, index, number)
     present = whole > 0
-    share = weight / taken(torch.where(present, whole, 1))  # soft counts may lie below one
-    of_branches = added(mean * share)
+    share = weight / take(torch.where(present, whole, 1), index)  # soft counts may lie below one
+    of_branches = add_up(mean * share, index, number)
     if total:
-        var = var + (mean - taken(of_branches)).square()
-    return of_branches, added(var * share), present
+        var = var + (mean - take(of_branches, index)).square()
+    return of_branches, add_up(var * share, index, number), present
