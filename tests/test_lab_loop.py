@@ -490,14 +490,32 @@ def test_tensorboard_is_a_log_or_a_sentence(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
-    "norm", ["none", "batch", "torch", "switchable", "batch_group(8)", "sparse_switchable"]
+    "values",
+    [
+        *(
+            {"norm": n}
+            for n in ("none", "batch", "torch", "switchable", "batch_group(8)", "sparse_switchable")
+        ),
+        {"norm": "switchable(ghost=4)"},
+        {"optimizer": "adam"},
+        {"optimizer": "adamw", "clip": 0.1, "precision": "bf16", "channels_last": True},
+        {"optimizer": "adam", "recipe": "adversarial(eps=4/255, units=pixels, steps=2)"},
+    ],
+    ids=lambda values: " ".join(map(str, values.values())),
 )
-def test_a_captured_step_is_the_step(norm):
+def test_a_captured_step_is_the_step(values):
+    notes = []
+
+    class Teller(Watcher):
+        def note(self, sentence):
+            notes.append(sentence)
+
     data = tiny_data(400, side=8)
-    settings = Settings(model="small", norm=norm, epochs=3, batch_size=32, ema=0.9)
+    settings = Settings(**{"model": "small", "epochs": 3, "batch_size": 32, "ema": 0.9, **values})
     plain = trained(replace(settings, capture=False), data, device="cuda")[1]
-    captured, again = (trained(settings, data, device="cuda")[1] for _ in range(2))
+    captured, again = (trained(settings, data, device="cuda", progress=Teller())[1] for _ in range(2))
     assert numbers(captured) == numbers(again) == numbers(plain)
+    assert not notes  # it was captured
 
 
 @pytest.mark.gpu
@@ -518,7 +536,7 @@ def test_a_step_that_cannot_be_captured_runs_as_usual():
     data, settings = tiny_data(400, side=8), Settings(model="small", epochs=2, batch_size=32)
     plain = trained(replace(settings, capture=False), data, device="cuda", recipe=Asking())[1]
     history = trained(settings, data, device="cuda", recipe=Asking(), progress=Teller())[1]
-    assert len(notes) == 1 and "cannot be captured" in notes[0]
+    assert len(notes) == 1 and "cannot be captured" in notes[0] and "The reason: " in notes[0]
     assert numbers(history) == numbers(plain)
 
 

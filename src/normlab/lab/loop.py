@@ -264,10 +264,11 @@ class _Trainer:
                 lambda *tensors: self._step(Batch.of(tensors)), batch.tensors, self.ctx.generator
             )
         if not self.captured(*batch.tensors):  # a model that asks the device for a value, for example
-            self.capture, self.captured = False, None
             self.watch.note(
-                "A step of this model cannot be captured as a CUDA graph; it runs as usual, more slowly."
+                "A step of this model cannot be captured as a CUDA graph; it runs as usual, more slowly. "
+                f"The reason: {self.captured.why}"
             )
+            self.capture, self.captured = False, None
             self._step(batch)
 
     def _step(self, batch: Batch) -> None:
@@ -589,7 +590,7 @@ def _optimizer(phase: Phase, settings: Settings, device: torch.device) -> torch.
             split, lr=rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused
         )
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return kind(split, lr=rate, fused=fused)
+    return kind(split, lr=rate, fused=fused, capturable=device.type == "cuda")  # the same numbers
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

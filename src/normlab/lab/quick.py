@@ -103,6 +103,7 @@ class Captured:
         self.static = [torch.empty_like(t) for t in tensors]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
+        self.why = ""  # it could not be captured
 
     def __call__(self, *tensors: Tensor) -> bool:
         """Run the step; False if it cannot be captured, and then it has not run."""
@@ -124,7 +125,8 @@ class Captured:
             try:
                 with torch.cuda.graph(graph):  # records and does not run
                     self.step(*self.static)
-            except RuntimeError:
+            except RuntimeError as error:
+                self.why = next(iter(str(error).splitlines()), type(error).__name__)
                 return False
             self.graph = graph
         self.graph.replay()
