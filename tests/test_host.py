@@ -569,6 +569,17 @@ def test_layers_on_a_gpu_build_in_the_background(elsewhere: Path, monkeypatch: p
     assert host.library(0) is None and "does not load" in normlab.host_status()
 
 
+def test_asked_for_while_it_builds_in_the_background(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
+    write = f'sleep 0.5; for last; do :; done; echo no library > "$last"; echo once >> {elsewhere}/runs'
+    monkeypatch.setenv("CXX", compiler(elsewhere / "slow", write))
+    assert host.library(0) is None
+    process = host._state.process
+    assert process is not None
+    path = normlab.build_host()
+    assert path.exists() and process.returncode == 0  # not left behind as a process nobody waits for
+    assert (elsewhere / "runs").read_text() == "once\n"
+
+
 # --- kernels' parameters ----------------------------------------------------------------------------------------------
 
 

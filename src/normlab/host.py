@@ -66,6 +66,8 @@ def build_host() -> Path:
     if (missing := _cannot_build()) is not None:
         raise RuntimeError(f"the compiled host path cannot be built: {missing}")
     _build("wait").wait()
+    if _state.process is not None:  # a build in the background, which has let go of the lock by now
+        _state.process.wait()
     path, failed = _folder() / host_build.LIBRARY, _folder() / host_build.FAILED
     if not path.exists():
         said = (
