@@ -688,11 +688,13 @@ def test_positions_give_the_same_bits_each_time():
         ({"statistics": "modes(2)"}, True),
         ({"ghost": 4, "affine": "branch"}, True),
         ({"momentum": None, "affine": "sandwich_branch"}, True),
+        ({"statistics": "batch_group(13)"}, False),
+        ({"statistics": "batch_group(13)", "ghost": 4}, False),
     ],
-    ids=["sparse ghosts", "ghosts with modes", "modes", "ghosts", "average"],
+    ids=["sparse ghosts", "ghosts with modes", "modes", "ghosts", "average", "uneven groups", "and ghosts"],
 )
 def test_the_same_bits_each_time_where_operators_pool(options: dict[str, Any], mixed: bool):
-    """What the kernels leave to torch's operators: samples are added up by branch and by ghost batch."""
+    """What the kernels leave to torch's operators: adding up by branch, by ghost batch and by groups of any length."""
     x = torch.randn(64, 40, 6, 7, device=DEVICE)
     dy = torch.randn_like(x)
     given: dict[str, Any] = {"branch": torch.arange(64, device=DEVICE) * 7 % 3} if mixed else {}

@@ -36,6 +36,7 @@ from torch.autograd import forward_ad
 from . import reference
 from ._cache import remembered
 from .backend import kernels_serve
+from .indexed import add_up, take
 
 __all__ = ["Coefficients", "Moments", "Rows", "Rule", "StyleMoments", "normalize", "slice_moments"]
 
@@ -131,14 +132,13 @@ class Rows:
     def from_channels(self, t: Tensor, spatial: int) -> Tensor:
         """``[..., C]`` to ``[..., R]``: every row gets its channel's value."""
         if self.cuts:
-            return t.index_select(-1, _channel_of(self.cuts, spatial, t.device))
+            return take(t, _channel_of(self.cuts, spatial, t.device), -1)
         return t if self.parts == 1 else t.repeat_interleave(self.parts, -1)
 
     def to_channels(self, t: Tensor, spatial: int) -> Tensor:
         """``[..., R]`` to ``[..., C]``: the sum over each channel's rows."""
         if self.cuts:
-            out = t.new_zeros(*t.shape[:-1], self.channels)
-            return out.index_add_(-1, _channel_of(self.cuts, spatial, t.device), t)
+            return add_up(t, _channel_of(self.cuts, spatial, t.device), self.channels, -1)
         return t if self.parts == 1 else t.reshape(*t.shape[:-1], self.channels, self.parts).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Rows added up by an index, and rows taken by one, with the same bits each time.
+"""Slices added up by an index, and slices taken by one, with the same bits each time.
 
 On CUDA ``index_add``, which is also the gradient of ``index_select``, adds in the order in which threads arrive.
 ``index_put`` sorts first, and it is the gradient of indexing.
@@ -6,23 +6,29 @@ On CUDA ``index_add``, which is also the gradient of ``index_select``, adds in t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 __all__ = ["add_up", "take"]
 
 
-def add_up(t: Tensor, index: Tensor | None, number: int) -> Tensor:
-    """``[M, ...]`` to ``[number, ...]``: row ``index[m]`` has the sum of all such rows. None: all are of one."""
+def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor:
+    """``[M, ...]`` to ``[number, ...]``: row ``index[m]`` has the sum of all such rows. None: all are of one.
+
+    ``dim`` is the axis of ``M``, which other axes may precede.
+    """
     if index is None:
-        return t.sum(0, keepdim=True)
-    zero = t.new_zeros(number, *t.shape[1:])
+        return t.sum(dim, keepdim=True)
+    dim %= t.dim()
+    zero = t.new_zeros(*t.shape[:dim], number, *t.shape[dim + 1 :])
     if t.is_cuda:
-        return zero.index_put((index,), t, accumulate=True)
-    return zero.index_add(0, index, t)
+        return torch.ops.aten.index_put(zero, [*[None] * dim, index], t, True)
+    return zero.index_add(dim, index, t)
 
 
-def take(t: Tensor, index: Tensor | None) -> Tensor:
+def take(t: Tensor, index: Tensor | None, dim: int = 0) -> Tensor:
     """``[number, ...]`` to ``[M, ...]``. None: the one row as it is, to be broadcast."""
     if index is None:
         return t
-    return t[index] if t.is_cuda else t.index_select(0, index)
+    dim %= t.dim()
+    return t[(*[slice(None)] * dim, index)] if t.is_cuda else t.index_select(dim, index)

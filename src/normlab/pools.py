@@ -217,8 +217,7 @@ class Plan:
     def sum(self, t: Tensor) -> Tensor:  # [B, G] or [N, G], of this process alone
         n = t.shape[0]
         if self.counts:
-            t = t.new_zeros(n, self.groups).index_add(1, _group_of(self.counts, t.device), t)
-            return self._sum_batch(t)
+            return self._sum_batch(add_up(t, _group_of(self.counts, t.device), self.groups, 1))
         if self.pool.over_batch and self.segments.index is None:
             if self.groups == t.shape[1]:
                 return t.sum(0, keepdim=True)
@@ -248,7 +247,7 @@ class Plan:
         if p.shape[1] == 1 or p.shape[1] == self.rows.number:
             return p
         if self.counts:
-            return p.index_select(1, _group_of(self.counts, p.device))
+            return take(p, _group_of(self.counts, p.device), 1)
         rows = self.rows.number
         return p.unsqueeze(2).expand(-1, -1, rows // self.groups).reshape(p.shape[0], rows)
 

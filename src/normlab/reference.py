@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ._cache import remembered
+from .indexed import add_up, take
 
 if TYPE_CHECKING:
     from .engine import Coefficients, Rows
@@ -87,12 +88,11 @@ def _row_index(cuts: tuple[int, ...], device: torch.device) -> Tensor:  # [C * S
 
 
 def _row_sums(flat: Tensor, rows: Rows) -> Tensor:  # [N, D] to [N, R]
-    out = flat.new_zeros(flat.shape[0], rows.number)
-    return out.index_add(1, _row_index(rows.cuts, flat.device), flat)
+    return add_up(flat, _row_index(rows.cuts, flat.device), rows.number, 1)
 
 
 def _spread(t: Tensor, rows: Rows) -> Tensor:  # [n, R] or [n, 1] to [n, D]
-    return t if t.shape[-1] == 1 else t.index_select(-1, _row_index(rows.cuts, t.device))
+    return t if t.shape[-1] == 1 else take(t, _row_index(rows.cuts, t.device), -1)
 
 
 def _like(t: Tensor, x: Tensor) -> Tensor:

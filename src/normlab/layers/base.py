@@ -612,10 +612,10 @@ class Norm(nn.Module):
             running.update_(mean, var, batches, pooled, s, branches, self._share(), how, self.eps, ok)
         self._set_run_shape(tuple(x.shape[2:]), ok)
 
-    def _update_in_kernel(self, segments: Sequence[Segments], *, ghosts: bool = False) -> Update | None:
+    def _update_in_kernel(self, segments: Sequence[Segments]) -> Update | None:
         """Running statistics that a kernel may move on the way: one pool over the batch, no policy.
 
-        All branches' where each sample has a branch of its own. Of ``ghosts`` only kernels for whole normalizers know.
+        All branches' where each sample has a branch of its own, and then not by ghost batch.
         """
         policy = self.policy
         tracked = [k for k, names in enumerate(self._buffers_of) if names is not None]
@@ -628,7 +628,7 @@ class Norm(nn.Module):
         how = {Renorm: "deviation", Modes: "total"}.get(type(self.statistics), "unbiased")
         each = isinstance(segments[k].branch, Tensor)
         whole = segments[k].number == (1 if self.branches is None or not each else len(self.branches))
-        simple = (whole or (ghosts and not each)) and self.process_group is None
+        simple = (whole or segments[k].ghost > 0) and self.process_group is None
         if momentum is None or track.how != how or not simple:
             return None
         mean, var = (getattr(self, n) for n in names)

@@ -419,7 +419,7 @@ def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes 
     if live:
         check_counts(layer, x, spatial, segments)
     moves = live and layer.track_running_stats and layer.policy.update
-    update = layer._update_in_kernel(segments, ghosts=True) if moves else None
+    update = layer._update_in_kernel(segments) if moves else None
     if moves and update is None:
         return None
     return Ready(layer, x, branch, plans, update is not None)
