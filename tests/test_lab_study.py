@@ -134,6 +134,29 @@ def test_a_grid_may_grow(finished, tmp_path):
     assert [r.label for r in grown.table("clean")] == ["none", "batch"]
 
 
+def test_training_again_for_a_new_measurement_is_said(finished, tmp_path):
+    folder = tmp_path / "study"
+    shutil.copytree(finished.study.folder, folder)
+    notes = []
+
+    class Teller(Watcher):
+        def note(self, sentence):
+            notes.append(sentence)
+
+    asked = tiny(folder, {"norm": ["batch"], "seed": [0]}, ("clean", "fgsm"))
+    for weights in folder.glob("runs/*/*.safetensors"):
+        weights.unlink()
+    before = accuracies(folder)
+    run_study(asked, progress=Teller())
+    assert (
+        len(notes) == 1 and "its weights are gone" in notes[0] and "trained again to measure fgsm" in notes[0]
+    )
+    assert before.items() <= accuracies(folder).items()
+    again = tiny(folder, {"norm": ["batch"], "seed": [0]}, ("clean", "fgsm", "noise"))
+    run_study(again, progress=Teller())
+    assert len(notes) == 1  # it has weights now
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -13,7 +13,7 @@ Runs and results are found by the digest of their settings, so nothing of other 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -100,6 +100,7 @@ def run_study(
                 watch.run(settings, done_epochs=settings.epochs)
             else:
                 left.append((settings, open_))
+                _tell_of_training_again(settings, folder / "runs" / settings.name, known, open_, watch)
         if _share_cores(place, len(grid)):
             _run_on_cores(study, left, watch, root, tensorboard)
         else:
@@ -163,9 +164,10 @@ def train(
         data = _checked_data([settings], measurements, root=root, download=download)[data_key(settings)]
     _check_home(settings, folder)
     with locked(folder):
-        model = trained(settings, data, folder, watch, place, tensorboard=tensorboard)
         done = {r["measurement"] for r in read_records(folder)}
         open_ = [m for m in measurements if m.name not in done]
+        _tell_of_training_again(settings, folder, done, open_, watch)
+        model = trained(settings, data, folder, watch, place, tensorboard=tensorboard)
         for record in measured(model, data, settings, open_, watch, place):
             append_line(folder / "results.jsonl", record)
             watch.measured(settings, record)
@@ -244,6 +246,17 @@ def versions() -> dict[str, str]:
 
 
 # The parts of run_study
+
+
+def _tell_of_training_again(
+    settings: Settings, home: Path, known: Collection[str], open_: Sequence[Measurement], watch: Watcher
+) -> None:
+    """Results outlive weights, which are large and may have been removed; a new measurement needs them."""
+    if known and not any((home / name).exists() for name in ("best.safetensors", "last.safetensors")):
+        what = f" to measure {words([m.name for m in open_])}" if open_ else ""
+        watch.note(
+            f"{settings.name} was measured before, and its weights are gone: it is trained again{what}."
+        )
 
 
 def trained(
