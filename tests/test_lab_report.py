@@ -563,6 +563,16 @@ def test_a_number_of_several_measurements_says_of_which() -> None:
     assert units["uCE over 15"] == "% error" and units["clean"] == "%"
 
 
+def test_columns_of_one_title_have_the_names_of_their_measurements() -> None:
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        return [{"measurement": name, "title": title, "accuracy": 9.0}
+                for name, title in (("noise", "noise of 0.1"), ("noise(samples=0)", "noise of 0.1"), ("clean", "clean"))
+                ]  # fmt: skip
+
+    titles = [c.title for c in gather(made_up(("none", "batch"), records=records)).columns]
+    assert titles == ["noise", "noise(samples=0)", "clean"]
+
+
 def test_marks_are_explained_where_they_stand() -> None:
     def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
         return [{"measurement": "clean", "accuracy": 90.0 if settings.norm != "group" else 80.0}]

@@ -179,12 +179,14 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
     several = Counter(
         s for by in measured.values() for s in {s for found in by.values() for r in found for s in extras(r)}
     )
+    titles = Counter(title_of(name, by) for name, by in measured.items())
     for name, by in measured.items():
         first = next(iter(by.values()))[0]
         what = mean_of(first)
         cells = {label: cell([float(r["accuracy"]) for r in found]) for label, found in by.items()}
         kind, arguments = str(first.get("kind", "")), dict(first.get("arguments") or {})
         title = title_of(name, by)
+        title = title if titles[title] == 1 else name  # such as one with pictures kept and one without
         short = min(name, title, key=len)  # a text with many arguments reads better as its title
         if not all(r.get("said") for found in by.values() for r in found):  # their error is a column
             columns.append(Column(title + what, "%", True, cells, short, kind, arguments, bool(what)))
