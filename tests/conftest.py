@@ -137,7 +137,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of a study in this process, as on a GPU: where it does not matter, processes need not be started."""
     from normlab.lab import study
 
-    monkeypatch.setattr(study, "_share_cores", lambda place, runs: False)
+    monkeypatch.setattr(study, "crew_for", lambda place, processes, runs: None)
 
 
 @pytest.fixture

@@ -36,6 +36,9 @@ DataName = Annotated[
 Root = Annotated[Path | None, typer.Option(help="Where data sets are; $NORMLAB_DATA otherwise.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch data that are not there.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU is used if there is one.")]
+Processes = Annotated[
+    int | None, typer.Option(help="Runs that are trained at once, on one GPU or on all.", min=1)
+]
 Config = Annotated[Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.")]
 Measure = Annotated[
     str | None, typer.Option(help="Measurements with commas: clean,noise,pgd(eps=8/255,units=pixels).")
@@ -164,8 +167,8 @@ def _study(norms: str | None, seeds: str | None, measure: str | None, config: Pa
 
 def compare(
     norms: Norms = None, seeds: Seeds = None, measure: Measure = None, out: Out = None, config: Config = None,
-    device: Device = None, root: Root = None, download: Download = False, tensorboard: Board = False, *,
-    settings: Given,
+    device: Device = None, processes: Processes = None, root: Root = None, download: Download = False,
+    tensorboard: Board = False, *, settings: Given,
 ) -> None:  # fmt: skip
     """Train one network with several normalizers, measure each, and write a page.
 
@@ -180,8 +183,9 @@ def compare(
     names = [parse(m).name for m in study.measurements]
     with watcher(_console(), study.grid(), names, Results(study, []).label) as watch:
         results = run_study(
-            study, progress=watch, device=device, root=root, download=download, tensorboard=tensorboard
-        )
+            study, progress=watch, device=device, root=root, download=download, tensorboard=tensorboard,
+            processes=processes,
+        )  # fmt: skip
     results.show()
     typer.echo(f"\nresults  {study.folder}\npage     {results.report()}")
 
@@ -292,7 +296,7 @@ def reproduce(
     only: Annotated[str | None, typer.Option(help="Compute only these cells: norm=batch,seed=1.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Train so many epochs; the table says so.", min=1)] = None,
     weights: Pretrained = None, images: Photographs = None,
-    device: Device = None, root: Root = None, download: Download = False,
+    device: Device = None, processes: Processes = None, root: Root = None, download: Download = False,
 ) -> None:  # fmt: skip
     """Run a paper's table or figure again and print ours beside the paper's."""
     from . import reproduce as papers
@@ -306,7 +310,7 @@ def reproduce(
         name, folder, full=full, device=device, data_root=root, download=download,
         progress=Lines(_console(), [], [], _trained_how),
         seeds=None if seeds is None else seeds_of(seeds), only=papers.parse_only(only) if only else None,
-        weights=weights, images=images, epochs=epochs,
+        weights=weights, images=images, epochs=epochs, processes=processes,
     )  # fmt: skip
     typer.echo(str(outcome))
     for path in (*outcome.figures, *([outcome.report] if outcome.report else [])):

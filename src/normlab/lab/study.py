@@ -30,6 +30,7 @@ from .results import Results, Row, Run, differences, read_results, read_run
 from .settings import Settings
 from .store import append_line, load_checkpoint, locked, read_records, write_atomic
 from .torchrun import led, together
+from .workers import Crew, crew_for, run_jobs
 
 if TYPE_CHECKING:
     from .data import Data
@@ -52,16 +53,19 @@ def compare(
     device: torch.device | str | None = None,
     root: str | Path | None = None,
     download: bool = False,
+    processes: int | None = None,
     **settings: Any,
 ) -> Results:
     """Train the same network with several normalizers, measure each, and keep everything in a folder.
 
     Other settings are keywords, and a list makes an axis of the grid: ``compare(["none", "batch"], data="cifar10",
     model="vgg8", batch_size=[128, 32])``. Without ``out`` the folder is runs/, data, model and a digest of the
-    settings. The same call again takes up what is there.
+    settings. The same call again takes up what is there. ``processes`` train so many runs at once.
     """
     study = make_study(norms, seeds, measure, out, settings)
-    return run_study(study, progress=progress, device=device, root=root, download=download)
+    return run_study(
+        study, progress=progress, device=device, root=root, download=download, processes=processes
+    )
 
 
 def run_study(
@@ -72,17 +76,20 @@ def run_study(
     root: str | Path | None = None,
     download: bool = False,
     tensorboard: bool = False,
+    processes: int | None = None,
 ) -> Results:
     """Train and measure what the study's folder does not have yet.
 
     Everything that can be known to be wrong is said before the first file is written: names, data, models, a folder
-    of other settings.
+    of other settings. ``processes`` is how many runs go on at once, on all GPUs where there are several; by default as
+    many as there are cores on a CPU, and one on a GPU.
     """
     if study.folder is None:
         raise LabError("a study needs a folder for its results; give Study(..., folder=...), or --out.")
     folder, watch, place = study.folder, progress or Watcher(), pick_device(device)
     measurements = measurements_of(study.measurements)
     grid = study.grid()
+    crew = crew_for(place, processes, len(grid))
     data = _checked_data(grid, measurements, root=root, download=download)
     _merged(study)
     with locked(folder):
@@ -101,8 +108,8 @@ def run_study(
             else:
                 left.append((settings, open_))
                 _tell_of_training_again(settings, folder / "runs" / settings.name, known, open_, watch)
-        if _share_cores(place, len(grid)):
-            _run_on_cores(study, left, watch, root, tensorboard)
+        if crew is not None:
+            _run_at_once(folder, left, crew, watch, root, tensorboard)
         else:
             for settings, open_ in left:
                 own = data[data_key(settings)]
@@ -114,20 +121,11 @@ def run_study(
     return read_results(folder)
 
 
-def _share_cores(place: torch.device, runs: int) -> bool:
-    """Whether runs are several at once, see :mod:`normlab.lab.workers`; under torchrun each is all processes' work."""
-    return place.type == "cpu" and runs > 1 and led().world == 1
-
-
-def _run_on_cores(
-    study: Study, left: Sequence[tuple[Settings, list[Measurement]]], watch: Watcher, root: str | Path | None,
-    tensorboard: bool,
+def _run_at_once(
+    folder: Path, left: Sequence[tuple[Settings, list[Measurement]]], crew: Crew, watch: Watcher,
+    root: str | Path | None, tensorboard: bool,
 ) -> None:  # fmt: skip
     """The runs that are left, several at once."""
-    from .workers import run_jobs, threads_for
-
-    folder = study.folder
-    assert folder is not None
     jobs = [
         {
             "settings": settings.values(), "home": str(folder / "runs" / settings.name),
@@ -137,9 +135,9 @@ def _run_on_cores(
     ]  # fmt: skip
     for settings, _ in left:
         _check_home(settings, folder / "runs" / settings.name)
-    if jobs:
-        write = partial(append_line, folder / "results.jsonl")
-        run_jobs(jobs, threads_for(len(study.grid())), watch, lambda settings, record: write(record))
+    write = partial(append_line, folder / "results.jsonl")
+    if jobs and (passed := run_jobs(jobs, crew, watch, lambda settings, record: write(record))):
+        raise LabError(passed[0])
 
 
 def train(

@@ -1,8 +1,9 @@
-"""Several runs of a study at once on a CPU, each in a process of its own.
+"""Several runs at once, each in a process of its own: on the cores of a CPU, or on GPUs.
 
 Networks that fit a CPU are too small to keep its cores busy together: threads wait for each other, and where another
-program takes a core they wait long. A run on a core or a few does not. Parent and workers speak in JSON lines, so a
-script that asks for a study needs no guard around its main part, as it would for Python's own process pools.
+program takes a core they wait long. A run on a core or a few does not. Likewise networks for small images do not fill
+a large GPU, which several processes can (:mod:`normlab.lab.mps`). Parent and workers speak in JSON lines, so a script
+that asks for a study needs no guard around its main part, as it would for Python's own process pools.
 
 A worker does what :func:`normlab.lab.study.run_study` does for one run and tells of it; the parent writes the results.
 """
@@ -19,15 +20,18 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
+from . import mps
 from .errors import LabError
 from .loop import Watcher
 from .settings import Settings
+from .store import Busy
+from .torchrun import led
 
-__all__ = ["Job", "run_jobs", "threads_for"]
+__all__ = ["Crew", "Job", "crew_for", "longest_first", "run_jobs", "threads_for"]
 
 Job = dict[str, Any]  # settings, home, measure, root, tensorboard: plain values
 
@@ -46,34 +50,89 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
+class Crew(NamedTuple):
+    """How many processes work at once, and on what."""
+
+    number: int
+    threads: int  # each
+    devices: tuple[str, ...] = ("cpu",)  # in turn
+
+    @property
+    def shares(self) -> bool:
+        """Whether processes share a GPU."""
+        return self.devices[0] != "cpu" and self.number > len(self.devices)
+
+
+def crew_for(place: torch.device, processes: int | None, runs: int) -> Crew | None:
+    """Who runs so many runs at once; None where one comes after the other in this process.
+
+    On a CPU that is a process for each core unless ``processes`` says otherwise. On CUDA it is one unless more are
+    asked for; a device without a number stands for all GPUs, which they take in turn.
+    """
+    if processes is not None and processes < 1:
+        raise LabError(f"processes = {processes} runs nothing; expected 1 or more.")
+    if led().world > 1:
+        if processes is not None and processes > 1:
+            raise LabError(
+                f"processes = {processes}, but under torchrun all processes share each training; leave it out."
+            )
+        return None
+    if place.type == "cpu" and processes is None and runs > 1:
+        threads = threads_for(runs)
+        return Crew(max(1, _cores() // threads), threads)
+    if processes is None or processes == 1:
+        return None
+    threads = max(1, _cores() // processes)
+    if place.type == "cpu":
+        return Crew(processes, threads)
+    devices = (
+        [str(place)] if place.index is not None else [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+    )
+    return Crew(processes, threads, tuple(devices))
+
+
+def longest_first(runs: Sequence[Settings]) -> list[Settings]:
+    """By seeds, and within a seed by steps: a long run that begins last is waited for alone."""
+    return sorted(runs, key=lambda s: (s.seed, -s.epochs * (s.train_size or 1) / s.batch_size))
+
+
 def run_jobs(
-    jobs: Sequence[Job], threads: int, watch: Watcher, record: Callable[[Settings, dict[str, Any]], None]
-) -> None:
-    """Run ``jobs`` on all cores, ``threads`` each; tell ``watch`` what happens and ``record`` what is measured."""
-    number = max(1, min(len(jobs), _cores() // threads))
+    jobs: Sequence[Job], crew: Crew, watch: Watcher, record: Callable[[Settings, dict[str, Any]], None]
+) -> list[str]:
+    """Run ``jobs``; tell ``watch`` what happens and ``record`` what is measured.
+
+    Returns what is said of the runs that other processes are at, which were left to them.
+    """
+    passed: list[str] = []
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
     waiting = list(reversed(jobs))
-    workers = [_Worker(threads, events) for _ in range(number)]
-    try:
-        for worker in workers:
-            worker.give(waiting.pop())
-        busy = len(workers)
+    with contextlib.ExitStack() as open_:
+        own = open_.enter_context(mps.shared(watch)) if crew.shares else {}
+        workers: list[_Worker] = []
+        open_.callback(lambda: [worker.end() for worker in workers])
+        for k in range(min(len(jobs), crew.number)):
+            workers.append(_Worker(crew, crew.devices[k % len(crew.devices)], own, events))
+            workers[-1].give(waiting.pop())
+        busy, unsure = len(workers), bool(own)
         while busy:
             worker, event = events.get()
             if event is None:
                 raise LabError(worker.last_words())
-            if event["event"] == "done":
+            if event["event"] == "error":
+                raise LabError(event["sentence"])
+            if event["event"] in ("done", "busy"):
+                passed.extend([event["sentence"]] if "sentence" in event else [])
                 busy -= 1
                 if waiting:
                     worker.give(waiting.pop())
                     busy += 1
-            elif event["event"] == "error":
-                raise LabError(event["sentence"])
             else:
                 _tell(watch, record, worker.settings, event)
-    finally:
-        for worker in workers:
-            worker.end()
+            if unsure and event["event"] == "epoch":
+                unsure = False
+                if not mps.serving(own):
+                    watch.note("CUDA's MPS took no process in, so they take turns on the GPU.")
+    return passed
 
 
 def _tell(watch: Watcher, record: Callable[..., None], settings: Settings, event: dict[str, Any]) -> None:
@@ -93,12 +152,14 @@ def _tell(watch: Watcher, record: Callable[..., None], settings: Settings, event
 class _Worker:
     """A process that takes a job at a time, seen from the parent."""
 
-    def __init__(self, threads: int, events: queue.Queue[Any]) -> None:
+    def __init__(self, crew: Crew, device: str, own: dict[str, str], events: queue.Queue[Any]) -> None:
         # The worker finds what this process imports, also from a source tree that was never installed.
         paths = os.pathsep.join(p for p in sys.path if p)
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, **own, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(crew.threads)}
+        if crew.shares:  # programs of a launch that wait for each other must all be running
+            environment["NORMLAB_LAUNCHES"] = "several"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.workers"], env=environment, text=True,
+            [sys.executable, "-m", f"{__package__}.workers", device], env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.settings = Settings()
@@ -175,7 +236,7 @@ class _Teller(Watcher):
         self.say("measuring_step", arguments=[measurement, done, total])
 
 
-def _work() -> None:
+def _work(device: str) -> None:
     from .grid import measurements_of
     from .store import locked
     from .study import data_key, load_data, measured, trained
@@ -188,7 +249,7 @@ def _work() -> None:
         out.write(json.dumps({"event": event, **more}) + "\n")
         out.flush()
 
-    place = torch.device("cpu")
+    place = torch.device(device)
     loaded: tuple[Any, Any] = (None, None)
     for line in sys.stdin:
         job = json.loads(line)
@@ -196,17 +257,20 @@ def _work() -> None:
         try:
             key = (data_key(settings), job["root"])
             if loaded[0] != key:
-                loaded = (key, load_data(settings, root=job["root"]))
+                loaded = (None, None)  # before the next one is there: both might not fit
+                loaded = (key, load_data(settings, root=job["root"]).to(place))
             watch, data = _Teller(say), loaded[1]
             with locked(home):
                 model = trained(settings, data, home, watch, place, tensorboard=job["tensorboard"])
                 for record in measured(model, data, settings, measurements_of(job["measure"]), watch, place):
                     say("measured", record=record)
             say("done")
+        except Busy as error:
+            say("busy", sentence=str(error))
         except LabError as error:
             say("error", sentence=str(error))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
-    _work()
+    _work(sys.argv[1])

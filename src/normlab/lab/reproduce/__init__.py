@@ -64,6 +64,7 @@ def run(
     images: str | Path | None = None,
     capture: bool | None = None,
     epochs: int | None = None,
+    processes: int | None = None,
     scale: Scale | None = None,
 ) -> Outcome:
     """Run an entry, and write its figures and a page to ``folder``. What is there already is not computed again.
@@ -77,6 +78,7 @@ def run(
             them.
         capture: replay training steps as CUDA graphs; by default on CUDA. It changes no number, only the time.
         epochs: train so many, in place of the scale's; milestones move in proportion, and the comparison says so.
+        processes: train so many cells at once, on all GPUs where there are several.
     """
     known = entries()
     if name not in known:
@@ -94,6 +96,7 @@ def run(
         None if images is None else Path(images),
         capture,
         epochs,
+        processes,
     )
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")

@@ -55,6 +55,7 @@ class Context:
     images: Path | None = None  # of ImageNet's validation set
     capture: bool | None = None  # CUDA graphs; None: on CUDA
     epochs: int | None = None  # in place of those of the scale
+    processes: int | None = None  # cells that are trained at once; None: one
     asked: list[Settings] = field(default_factory=list)  # every cell that ``only`` was asked about
 
     @property

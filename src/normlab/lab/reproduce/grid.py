@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._text import words
 from ..errors import LabError
+from ..loop import Watcher
 from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
-from ..store import Busy, locked, read_log, read_records
+from ..store import Busy, append_line, locked, read_log, read_records
 from .base import Context, compared, recalled, remember
 from .figures import Value
 
@@ -163,6 +164,7 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
     _check_weights(ctx, {s: open_[s] for s in chosen if s in todo and not open_[s].training})
     if ctx.place.startswith("cuda") and led().world == 1:  # under torchrun all processes share a cell
         _train_groups(ctx, [s for s in chosen if s in todo], data)
+    todo -= _run_at_once(ctx, [s for s in dict.fromkeys(chosen) if s in todo], grid.columns)
     for case, settings in asked:
         home = ctx.folder / "runs" / settings.name
         try:
@@ -191,6 +193,33 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
             elif (known := recalled(*_key(run.folder, run.name, column))) is not None:
                 cells.others[run.name, column.title] = known
     return cells
+
+
+def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Column]) -> set[Settings]:
+    """Train and measure cells in several processes, where that is asked for; which of them are complete then."""
+    from ..study import data_key, load_data, pick_device
+    from ..workers import crew_for, longest_first, run_jobs
+
+    place = pick_device(ctx.device)
+    crew = crew_for(place, ctx.processes or 1, len(cells))
+    if crew is None or len(cells) < 2:
+        return set()
+    for settings in {data_key(s): s for s in cells}.values():
+        load_data(settings, root=ctx.root, download=ctx.download)  # fetched, or missed, once
+    homes = {s: ctx.folder / "runs" / s.name for s in cells}
+    jobs = [
+        {"settings": s.values(), "home": str(homes[s]), "measure": _open(homes[s], s, columns).own,
+         "root": None if ctx.root is None else str(ctx.root), "tensorboard": False}
+        for s in longest_first(cells)
+    ]  # fmt: skip
+    run_jobs(
+        jobs,
+        crew,
+        ctx.progress or Watcher(),
+        lambda s, record: append_line(homes[s] / "results.jsonl", record),
+    )
+    left = {s: _open(homes[s], s, columns) for s in cells}
+    return {s for s, now in left.items() if not (now.training or now.own or now.weights)}
 
 
 class _Kept:

@@ -1,0 +1,84 @@
+"""CUDA's MPS, for processes that share a GPU.
+
+Small networks do not fill a large GPU. Processes that use it through an MPS server run their kernels beside each other;
+without one they take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .loop import Watcher
+
+__all__ = ["serving", "shared"]
+
+_CONTROL = "nvidia-cuda-mps-control"
+_USUAL = Path("/tmp/nvidia-mps/control")  # of a daemon that was started without directories of its own
+_SECONDS = 30  # for the daemon to start, to answer and to end
+
+
+@contextmanager
+def shared(watch: Watcher) -> Iterator[dict[str, str]]:
+    """What the environment of processes needs so that they share their GPUs; a daemon of our own serves them within.
+
+    One that somebody else has started is used as it is. Where there can be none, ``watch`` is told, and processes do
+    without.
+    """
+    if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _USUAL.exists():
+        yield {}
+        return
+    control = shutil.which(_CONTROL)
+    if control is None:
+        watch.note(
+            f"{_CONTROL} is not installed, so processes take turns on a GPU and are not faster together."
+        )
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="normlab-mps-", ignore_cleanup_errors=True) as folder:
+        names = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
+        own = {name: str(Path(folder, part)) for name, part in names.items()}
+        for part in own.values():
+            Path(part).mkdir()
+        if (said := _started(control, own, Path(folder, "said"))) is not None:
+            watch.note(f"{_CONTROL} did not start ({said}), so processes take turns on a GPU.")
+            yield {}
+            return
+        try:
+            yield own
+        finally:
+            _asked("quit -t 5", own)
+
+
+def serving(own: dict[str, str]) -> bool:
+    """Whether a process that is running was taken in by the daemon of :func:`shared`."""
+    return bool(_asked("get_server_list", own))
+
+
+def _started(control: str, own: dict[str, str], said: Path) -> str | None:
+    """Start the daemon; why it could not be."""
+    try:
+        with said.open("w") as out:  # not a pipe, which the daemon would keep open
+            done = subprocess.run(
+                [control, "-d"], env=os.environ | own, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                timeout=_SECONDS, check=False,
+            )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    text = said.read_text().strip()
+    return None if done.returncode == 0 else next(iter(text.splitlines()), f"exit code {done.returncode}")
+
+
+def _asked(question: str, own: dict[str, str]) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [_CONTROL], env=os.environ | own, input=f"{question}\n", capture_output=True, text=True, timeout=_SECONDS,
+            check=False,
+        )  # fmt: skip
+        return done.stdout.strip()
+    return ""

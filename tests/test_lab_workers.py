@@ -1,0 +1,221 @@
+"""Several runs at once: who works on what, what is left to others, and CUDA's MPS."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from normlab import lab
+from normlab.lab import LabError, Settings, Watcher, mps, workers
+from normlab.lab.reproduce import run
+from normlab.lab.store import locked
+from normlab.lab.workers import Crew, crew_for, longest_first, run_jobs, threads_for
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TINY = Settings(data="digits", epochs=1, train_size=60, test_size=30)
+
+
+class Teller(Watcher):
+    def __init__(self):
+        self.notes, self.trained = [], []
+
+    def note(self, sentence):
+        self.notes.append(sentence)
+
+    def turn(self, settings):
+        self.now = settings
+
+    def epoch(self, line):
+        self.trained.append(self.now.name)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(workers, "_cores", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_on_a_cpu_runs_share_the_cores(machine):
+    assert crew_for(CPU, None, 1) is None
+    assert crew_for(CPU, None, 3) == Crew(4, 2)
+    assert crew_for(CPU, None, 20) == Crew(8, 1)
+    assert crew_for(CPU, 1, 20) is None
+    assert crew_for(CPU, 2, 20) == Crew(2, 4)
+
+
+def test_on_gpus_only_where_it_is_asked_for_and_then_on_all(machine):
+    assert crew_for(CUDA, None, 20) is None and crew_for(CUDA, 1, 20) is None
+    both = ("cuda:0", "cuda:1")
+    assert crew_for(CUDA, 2, 20) == Crew(2, 4, both) and not Crew(2, 4, both).shares
+    assert crew_for(CUDA, 16, 20) == Crew(16, 1, both) and Crew(16, 1, both).shares
+    assert crew_for(torch.device("cuda:1"), 2, 20) == Crew(2, 4, both[1:]) and Crew(2, 4, both[1:]).shares
+
+
+def test_a_number_of_processes_that_makes_no_sense_is_a_sentence(machine, monkeypatch, tmp_path):
+    with pytest.raises(LabError, match="processes = 0 runs nothing"):
+        crew_for(CPU, 0, 2)
+    with pytest.raises(LabError, match="processes = -1 runs nothing"):
+        lab.compare(["none"], out=tmp_path / "study", processes=-1)
+    assert not (tmp_path / "study").exists()
+    monkeypatch.setattr(workers, "led", lambda: SimpleNamespace(world=2))
+    assert crew_for(CPU, None, 20) is None
+    with pytest.raises(LabError, match="under torchrun all processes share each training"):
+        crew_for(CUDA, 2, 20)
+
+
+def test_long_runs_begin_first_within_a_seed():
+    cells = [TINY.with_(batch_size=b, seed=s) for b in (64, 8) for s in (1, 0)]
+    assert [(s.seed, s.batch_size) for s in longest_first(cells)] == [(0, 8), (0, 64), (1, 8), (1, 64)]
+
+
+def test_a_reproduction_in_several_processes(tmp_path):
+    """The same cells as one after the other, and nothing twice; a cell that another process is at is left to it."""
+    watch = Teller()
+    asked = {"scale": "smoke", "device": "cpu", "progress": watch}
+    first = run("batch-group-table5", tmp_path / "both", processes=2, **asked)
+    names = {p.name for p in (tmp_path / "both" / "runs").iterdir()}
+    assert sorted(watch.trained) == sorted(names) and len(names) == 6
+    assert {(r.label, r.column) for c in first.comparisons for r in c.rows} == {
+        (label, column) for label in ("BN", "IN", "LN", "GN", "PN", "BGN") for column in ("robust", "clean")
+    }
+    again = run("batch-group-table5", tmp_path / "both", processes=2, **asked)
+    assert len(watch.trained) == 6
+    assert again.comparisons == first.comparisons
+    taken = next(n for n in names if n.startswith("batch-"))
+    with locked(tmp_path / "other" / "runs" / taken):
+        run("batch-group-table5", tmp_path / "other", processes=2, **asked)
+    assert len(watch.trained) == 11
+    assert [n for n in watch.notes if taken in n and "left to it" in n]
+
+
+CONTROL = """#!/bin/sh
+if [ "$1" = "-d" ]; then
+  echo "start $CUDA_MPS_PIPE_DIRECTORY" >> {log}; test -d "$CUDA_MPS_PIPE_DIRECTORY" || exit 3; {start}
+else
+  read -r words; echo "$words" >> {log}
+  if [ "$words" = get_server_list ]; then {list}; fi
+fi
+"""
+
+
+@pytest.fixture
+def control(tmp_path, monkeypatch):
+    """A stand-in for NVIDIA's daemon, which writes down what it is asked."""
+    log = tmp_path / "asked"
+
+    def install(start="true", list_="echo 123"):
+        file = tmp_path / "bin" / "nvidia-cuda-mps-control"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(CONTROL.format(log=log, start=start, list=list_))
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
+        return lambda: log.read_text().splitlines()
+
+    monkeypatch.setattr(mps, "_USUAL", tmp_path / "nowhere")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    return install
+
+
+def jobs_in(folder):
+    return [
+        {
+            "settings": TINY.with_(norm=norm).values(),
+            "home": str(folder / norm),
+            "measure": ["clean"],
+            "root": None,
+            "tensorboard": False,
+        }
+        for norm in ("none", "batch")
+    ]
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_processes_that_share_a_gpu_have_a_daemon_for_as_long(tmp_path, control, serves):
+    asked = control(list_="echo 123" if serves else "true")
+    watch, records = Teller(), []
+    crew = Crew(2, 1, ("cpu:0",))  # stands for a GPU
+    assert crew.shares
+    passed = run_jobs(jobs_in(tmp_path), crew, watch, lambda settings, record: records.append(record))
+    assert passed == [] and sorted(r["settings"]["norm"] for r in records) == ["batch", "none"]
+    start, *questions, end = asked()
+    assert start.startswith("start ") and questions == ["get_server_list"] and end == "quit -t 5"
+    assert not os.path.exists(start.split()[1])
+    assert watch.notes == (
+        [] if serves else ["CUDA's MPS took no process in, so they take turns on the GPU."]
+    )
+
+
+def test_without_mps_processes_take_turns_and_are_told_so(tmp_path, control, monkeypatch):
+    watch = Teller()
+    asked = control(start="echo no permission; exit 1")
+    with mps.shared(watch) as own:
+        assert own == {}
+    assert "did not start (no permission)" in watch.notes[0] and len(asked()) == 1
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with mps.shared(watch) as own:
+        assert own == {}
+    assert "is not installed" in watch.notes[1]
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
+    with mps.shared(watch) as own:  # somebody else's daemon
+        assert own == {}
+    assert len(watch.notes) == 2
+
+
+def test_workers_that_share_take_a_launch_for_each_pass(tmp_path, control):
+    """Programs that wait for each other must all be running, which others on the GPU may prevent."""
+    control()
+    seen = tmp_path / "seen"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nopen({str(seen)!r}, 'a').write(os.environ.get('NORMLAB_LAUNCHES', '-') + '\\n')\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        run_jobs(jobs_in(tmp_path)[:1], Crew(2, 1, ("cpu:0",)), Watcher(), lambda *_: None)
+        run_jobs(jobs_in(tmp_path)[1:], Crew(2, 1), Watcher(), lambda *_: None)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert seen.read_text().split() == ["several", "-"]
+
+
+def test_runs_on_several_cores_are_those_of_one_process_with_as_many_threads(tmp_path):
+    """Workers change nothing but the time: a study of one run at a time has the same numbers."""
+    wanted = {"epochs": 1, "train_size": 60, "test_size": 30, "data": "digits"}
+    both = lab.compare(["none", "batch"], seeds=1, measure=["clean"], out=tmp_path / "both", **wanted)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_for(2))
+    try:
+        alone = [
+            lab.compare([norm], seeds=1, measure=["clean"], out=tmp_path / norm, **wanted).runs[0]
+            for norm in ("none", "batch")
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    for one, own in zip(both.runs, alone, strict=True):
+        assert one.history[0]["loss"] == own.history[0]["loss"]
+        assert one.records[0]["accuracy"] == own.records[0]["accuracy"]
+
+
+def test_what_stops_a_worker_is_said(tmp_path):
+    job = {"home": str(tmp_path / "a"), "measure": [], "root": None, "tensorboard": False}
+    wrong = Settings(data="digits", model="nope", epochs=1).values()
+    with pytest.raises(LabError, match="there is no model 'nope'"):
+        run_jobs([{**job, "settings": wrong}], Crew(1, 1), Watcher(), lambda *_: None)
+    with pytest.raises(LabError, match=r"ended with code 1:(.|\n)*KeyError: 'home'"):
+        run_jobs([{"settings": wrong}], Crew(1, 1), Watcher(), lambda *_: None)
+
+    class Kill(Watcher):
+        def run(self, settings, *, done_epochs):
+            children = subprocess.run(
+                ["pgrep", "-P", str(os.getpid()), "-f", "workers"], capture_output=True, text=True
+            )
+            for child in children.stdout.split():
+                os.kill(int(child), signal.SIGKILL)
+
+    job |= {"home": str(tmp_path / "b"), "settings": TINY.with_(epochs=500).values()}
+    with pytest.raises(LabError, match=r"was killed from outside.* the same command again goes on"):
+        run_jobs([job], Crew(1, 1), Kill(), lambda *_: None)
