@@ -32,8 +32,12 @@ TABLES = {
     "cpu-channels-last": ("layers.csv", "ratio_to_batchnorm2d", {"layout": "channels_last"}),
     "gpu-graph-float32": ("gpu.csv", "graph_ms", {"layout": "contiguous", "dtype": "float32"}),
     "gpu-graph-bfloat16": ("gpu.csv", "graph_ms", {"layout": "channels_last", "dtype": "bfloat16"}),
-    "gpu-eager-float32": ("gpu.csv", "eager_ms", {"layout": "contiguous", "dtype": "float32"}),
-    "gpu-eager-bfloat16": ("gpu.csv", "eager_ms", {"layout": "channels_last", "dtype": "bfloat16"}),
+    "gpu-eager-float32": ("gpu.csv", "eager_over_batchnorm2d", {"layout": "contiguous", "dtype": "float32"}),
+    "gpu-eager-bfloat16": (
+        "gpu.csv",
+        "eager_over_batchnorm2d",
+        {"layout": "channels_last", "dtype": "bfloat16"},
+    ),
 }
 
 
