@@ -379,7 +379,8 @@ def as_found(model: nn.Module, *, training: bool = False, update: bool = False) 
     modes = [(module, module.training) for module in model.modules()]
     wanted = [p for p in model.parameters() if p.requires_grad]
     # A buffer that nothing wrote to is not written to here either: a graph outside may have saved it.
-    buffers = [(b, b._version, b.clone()) for b in model.buffers() if not b.is_inference()]
+    found = [b for b in model.buffers() if not b.is_inference()]
+    buffers = [(b, b._version, old) for b, old in zip(found, _copies(found), strict=True)]
     was = model.training
     changed = any(flag != training for _, flag in modes)
     try:
@@ -401,6 +402,17 @@ def as_found(model: nn.Module, *, training: bool = False, update: bool = False) 
                 for buffer, version, value in buffers:
                     if buffer._version != version:
                         buffer.copy_(value)
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each, by one kernel for all of a type."""
+    made = [torch.empty_like(t) for t in tensors]
+    foreach: Any = torch
+    for kind in {(t.device, t.dtype) for t in tensors}:
+        some = [k for k, t in enumerate(tensors) if (t.device, t.dtype) == kind]
+        with torch.no_grad():
+            foreach._foreach_copy_([made[k] for k in some], [tensors[k] for k in some])
+    return made
 
 
 def grey_levels(value: float, name: str = "", after: str = "") -> str:
