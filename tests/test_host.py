@@ -122,6 +122,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "BRN": (lambda: normlab.BatchRenorm2d(6), ()),
     "Mode": (lambda: normlab.ModeNorm2d(6), ()),
     "SepMode": (lambda: normlab.Norm2d(6, "modes(3)", branches=("main", "aux")), ("aux",)),
+    "PN": (lambda: normlab.PositionalNorm2d(6), ()),
+    "PN without affine": (lambda: normlab.Norm2d(6, "positional", "none"), ()),
+    "PN by class": (lambda: normlab.Norm2d(6, "positional", "class", num_classes=5, init_std=0.3), (LABELS,)),
     "AdaIN": (lambda: normlab.AdaptiveInstanceNorm2d(6), (torch.ones(4, 6, 2, 2, device=DEVICE).cumsum(2),)),
     "untracked ghost": (lambda: normlab.Norm2d(6, "batch/ghost=2", track_running_stats=False), ()),
     "ghost": (lambda: normlab.BatchNorm2d(6, ghost=3), ()),
@@ -149,7 +152,7 @@ def test_the_same_bits_as_python(name: str, training: bool, last: bool, quick: N
     both_hosts(lambda: make().train(training), lambda layer: gradients(layer, x, arguments, dy))
 
 
-@pytest.mark.parametrize("name", ["SN", "SaAuxBN", "CCBN"])
+@pytest.mark.parametrize("name", ["SN", "SaAuxBN", "CCBN", "PN"])
 def test_the_same_bits_by_the_kernels_themselves(name: str):
     make, arguments = LAYERS[name]
     x = input_of(4, 6, 2, 2)

@@ -597,11 +597,11 @@ def few_channels(monkeypatch: pytest.MonkeyPatch):
     """Programs of positional norm that look at few channels together, and several positions one after the other."""
     from normlab import positions
 
-    positions._prepare.cache_clear()
+    positions.prepare.cache_clear()
     monkeypatch.setattr(positions, "_TILE", 64)
     monkeypatch.setattr(positions, "_processors", lambda device: 1)
     yield
-    positions._prepare.cache_clear()
+    positions.prepare.cache_clear()
 
 
 POSITIONAL: dict[str, dict[str, Any]] = {
@@ -609,6 +609,8 @@ POSITIONAL: dict[str, dict[str, Any]] = {
     "none": {"affine": "none"},
     "class": {"affine": "class", "num_classes": 3, "act": "silu"},
     "branch": {"affine": "sandwich_branch", "branches": ("main", "aux"), "act": "leaky_relu"},
+    "branches": {"affine": "branch", "branches": ("main", "aux")},  # of each sample
+    "style": {"affine": "style", "act": "relu"},
 }
 
 
@@ -621,12 +623,17 @@ def one_positional_step(name: str, layout: torch.memory_format) -> None:
     x = torch.randn(6, 40, 5, 7, device=DEVICE).contiguous(memory_format=layout)
     dy, beside = torch.randn_like(x), torch.randn_like(x)
     given: dict[str, Any] = {"branch": "aux"} if layer.branches else {}
+    if name == "branches":
+        given = {"branch": torch.tensor([1, 0, 0, 1, 1, 1], device=DEVICE)}
+    if name == "style":
+        given = {"style": torch.randn(1, 40, 3, 3, device=DEVICE)}
     if layer.num_classes:
         given["label"] = torch.tensor([2, 0, 0, 2, 1, 1], device=DEVICE)
     with normlab.backend("triton"):
         found = one_step(layer, x, dy, residual=beside, **given)
         y = layer(x.requires_grad_(), **given)
-    assert type(y.grad_fn).__name__ == "_PositionsBackward"
+    assert y.grad_fn is not None and "Normalize" in y.grad_fn.name()
+    given = {k: v.double() if k == "style" else v for k, v in given.items()}
     close_to_exact(found, one_step(exact, x.double(), dy.double(), residual=beside.double(), **given))
 
 
@@ -669,6 +676,32 @@ def test_positions_of_half_precision(dtype: torch.dtype):
     assert y.dtype == dx.dtype == dtype
     assert_close(y, exact.to(dtype), rtol=1e-2, atol=1e-2)
     assert_close(dx, d_wide.to(dtype), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("affine", ["shared", "none"])
+@pytest.mark.parametrize("act", [None, "relu"])
+def test_positions_have_each_gradient_alone_and_with_others(act: str | None, affine: str):
+    layer = normlab.Norm2d(7, "positional", affine, act=act).to(DEVICE)
+    x, beside = (torch.randn(3, 7, 4, 4, device=DEVICE, requires_grad=True) for _ in range(2))
+    dy, everything = torch.randn(3, 7, 4, 4, device=DEVICE), [x, beside, *layer.parameters()]
+
+    def found(wanted: list[Tensor]) -> tuple[Tensor, ...]:
+        frozen = [t for t in everything if not any(t is w for w in wanted)]
+        for t in frozen:
+            t.requires_grad_(False)
+        try:
+            return torch.autograd.grad(layer(x, residual=beside), wanted, dy)
+        finally:
+            for t in frozen:
+                t.requires_grad_()
+
+    with normlab.backend("torch"):
+        exact = found(everything)
+    with normlab.backend("triton"):
+        for a, b in zip(found(everything), exact, strict=True):
+            assert_close(a, b, rtol=1e-4, atol=1e-5)
+        for k, t in enumerate(everything):
+            assert_close(found([t])[0], exact[k], rtol=1e-4, atol=1e-5)
 
 
 def test_positions_give_the_same_bits_each_time():
@@ -750,6 +783,10 @@ def test_ghost_batches(name: str, layout: torch.memory_format, training: bool):
                 b.fill_(30_000)
     exact = deepcopy(layer).double()
     given: dict[str, Any] = {"branch": "aux"} if layer.branches else {}
+    if name == "branches":
+        given = {"branch": torch.tensor([1, 0, 0, 1, 1, 1], device=DEVICE)}
+    if name == "style":
+        given = {"style": torch.randn(1, 40, 3, 3, device=DEVICE)}
     if layer.num_classes:
         given["label"] = torch.tensor([2, 0, 0, 2, 1] * 2, device=DEVICE)
     x = torch.randn(10, 40, 3, 3, device=DEVICE) + torch.randn(10, 40, 1, 1, device=DEVICE)

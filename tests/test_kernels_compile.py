@@ -73,7 +73,7 @@ def test_every_kernel_compiles(tmp_path: Path):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = Counter(line.split()[0] for line in run.stdout.splitlines() if line.endswith("True"))
-    assert set(found) == {"forward", "backward", "moments", "apply", "sums", "gradient"}
+    assert set(found) == {"forward", "backward", "moments", "apply", "sums", "gradient", "join"}
     assert sum(found.values()) == len(run.stdout.splitlines())
     assert found["moments"] > 4  # of split rows, too
 

@@ -19,6 +19,7 @@ from .engine import Rows, Rule, Update, differentiate, plain, wants_plain
 from .indexed import take
 from .launch import Shape, addresses, ceil, dense, laid, like, shape_of
 from .pools import Plan, Pooled
+from .positional import OfPositions
 from .sized import Kind, Prepared, Static, prepare
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def run(
     prepared: Prepared,
     given: Given,
     rule_of: Callable[
-        [Static, Tensor, Given], Rule
+        [Static, Tensor, Given], Rule | OfPositions
     ],  # the rule as it was in forward, to differentiate it again
     rows: Rows,
     affine: Affine,
@@ -376,7 +377,7 @@ def _backward(
 
 
 def _differentiate_again(
-    rule: Rule, rows: Rows, act: int, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
+    rule: Rule | OfPositions, rows: Rows, act: int, given: Given, label: Tensor | None, values: Sequence[Tensor | None],
     needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the plain expression: differentiated again, or taken for several ``dy`` at once."""
@@ -388,7 +389,10 @@ def _differentiate_again(
         table = tuple(t for t in values[8:] if t is not None)
         both = Affine(weight, bias, weight2, bias2, label, table).composed()
         with torch.autocast(x.device.type, enabled=False):  # gates are a product
-            y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
+            if isinstance(rule, OfPositions):
+                y = rule(x, *both)
+            else:
+                y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
         return activate(y if residual is None else y + residual, name, given.numbers[7])
 
     return differentiate(expression, values, needs, dy)

@@ -1,4 +1,4 @@
-"""Positional norm by Triton kernels: a launch a direction, and in backward one more that sums over programs.
+"""Positional norm in Triton: a kernel a direction, and one that sums over the programs of backward.
 
 A program takes ``per`` blocks of a sample's positions and all their channels, at once where they are few (SINGLE), else
 block by block. Statistics are those of deviations from the mean, whose own mean is taken off once more: a large mean is
@@ -64,16 +64,15 @@ def _statistics(
 
 
 @triton.jit
-def _affine(n, c, C, weight, bias, HAS_W: tl.constexpr, HAS_B: tl.constexpr, EACH: tl.constexpr):
+def _affine(n, c, C, weight, bias, AFFINE: tl.constexpr, EACH: tl.constexpr):
     """Weight and bias of channels; one and zero where there is none."""
     w = tl.zeros_like(c.to(tl.float32)) + 1.0
     b = w - 1.0
     at = c
     if EACH:
         at = n * C + c
-    if HAS_W:
+    if AFFINE:
         w = tl.load(weight + at, mask=c < C, other=0.0).to(tl.float32)
-    if HAS_B:
         b = tl.load(bias + at, mask=c < C, other=0.0).to(tl.float32)
     return w[None, :], b[None, :]
 
@@ -82,7 +81,7 @@ def _affine(n, c, C, weight, bias, HAS_W: tl.constexpr, HAS_B: tl.constexpr, EAC
 def forward(
     x, y, residual, weight, bias, eps, leak, C, S, per, chunks,
     LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, SINGLE: tl.constexpr,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // chunks
     first = (tl.program_id(0) % chunks) * per
@@ -99,7 +98,7 @@ def forward(
                 d, squares = _deviations(x, at, ok, C)
             else:
                 d = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) - mean[:, None] - off[:, None]
-            w, b = _affine(n, c, C, weight, bias, HAS_W, HAS_B, EACH)
+            w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
             z = d * tl.rsqrt(squares / C + eps)[:, None] * w + b
             if RES:
                 z += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
@@ -122,7 +121,7 @@ def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.const
 def backward(
     dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
     LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, SINGLE: tl.constexpr,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
     """``dx``, the residual's gradient where an activation follows, and each program's share of the gradients of weight
@@ -143,7 +142,7 @@ def backward(
             d, squares = _deviations(x, at, ok, C)
             r = tl.rsqrt(squares / C + eps)[:, None]
             h = d * r
-            w, b = _affine(n, c, C, weight, bias, HAS_W, HAS_B, EACH)
+            w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
             g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
             if ACT > 0 and RES:
                 tl.store(inner + at, g.to(inner.dtype.element_ty), mask=ok)
@@ -166,7 +165,7 @@ def backward(
                 at = _places(n, p, c, C, S, LAST, FAR)
                 v = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
                 h = tl.where(ok, v - mean[:, None] - off[:, None], 0.0) * r
-                w, b = _affine(n, c, C, weight, bias, HAS_W, HAS_B, EACH)
+                w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
                 g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
                 if ACT > 0 and RES:
                     tl.store(inner + at, g.to(inner.dtype.element_ty), mask=ok)
@@ -187,7 +186,7 @@ def backward(
                     at = _places(n, p, c, C, S, LAST, FAR)
                     v = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
                     h = (v - mean[:, None] - off[:, None]) * r
-                    w, b = _affine(n, c, C, weight, bias, HAS_W, HAS_B, EACH)
+                    w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
                     g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES) * w
                     out = (g - (over / C)[:, None] - h * (along / C)[:, None]) * r
                     tl.store(dx + at, out.to(dx.dtype.element_ty), mask=ok)
@@ -195,3 +194,21 @@ def backward(
         c = tl.arange(0, BC)
         tl.store(share + c, sum_w, mask=c < C)
         tl.store(share + C + c, sum_b, mask=c < C)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def join(parted, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr):
+    """The gradients of weight and bias, of all samples or of each, from ``parted [samples, shares, 2, C]``."""
+    blocks = tl.cdiv(C, BC)
+    n = (tl.program_id(0) // blocks).to(tl.int64)
+    c = (tl.program_id(0) % blocks) * BC + tl.arange(0, BC)
+    k = tl.arange(0, BP)
+    sum_w = tl.zeros((BP, BC), tl.float32)
+    sum_b = tl.zeros((BP, BC), tl.float32)
+    for start in range(0, shares, BP):
+        ok = (start + k < shares)[:, None] & (c < C)[None, :]
+        at = ((n * shares + start + k) * 2 * C)[:, None] + c[None, :]
+        sum_w += tl.load(parted + at, mask=ok, other=0.0)
+        sum_b += tl.load(parted + C + at, mask=ok, other=0.0)
+    tl.store(d_weight + n * C + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=c < C)
+    tl.store(d_bias + n * C + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=c < C)

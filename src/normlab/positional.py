@@ -1,14 +1,14 @@
 """Positional norm: statistics over the channels at each position.
 
 Outside the engine's contract, because its coefficients vary over space; the affine map is the engine's. Only ``x`` is
-saved for backward: the statistics, one pair a position, are computed again. Here by torch's operators; where the
-kernels serve, :mod:`normlab.positions` does it.
+saved for backward: the statistics, one pair a position, are computed again. Here by torch's operators; kernels are in
+:mod:`normlab.positions`.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from .engine import _reduce, differentiate, must_trace, wants_plain
 from .reference import at_least_single
 
-__all__ = ["normalize_positions", "plain_positions"]
+__all__ = ["OfPositions", "normalize_positions", "plain_positions"]
 
 
 def normalize_positions(
@@ -43,6 +43,15 @@ def plain_positions(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     if bias is not None:
         y = y + _place(bias, x)
     return y.to(x.dtype)
+
+
+class OfPositions(NamedTuple):
+    """Stands where other normalizers have a rule, which this is not: the whole expression."""
+
+    eps: float
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return plain_positions(x, weight, bias, self.eps)
 
 
 def _place(t: Tensor, x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..calibrate import Observer
     from ..engine import Rows
     from ..fused import Affine
-    from .ready import Quick, Ready, ReadyModes
+    from .ready import Quick, Ready, ReadyModes, ReadyPositions
 
 __all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
 
@@ -398,11 +398,6 @@ class Norm(nn.Module):
         """By the kernels for whole normalizers, where they have all that this call asks for."""
         if self.observer is not None or self.process_group is not None:
             return None
-        if isinstance(self.statistics, Positional):
-            from ..positions import normalize_positions_at_once  # imports triton
-
-            affine = self._affine(label, branch, style, x)
-            return normalize_positions_at_once(x, *affine, self.eps, self.act, residual)
         # Checkpointing runs a call again as it ran before, for it pairs what both saved, but nothing moves.
         policy, each, again = self.policy, None, running.in_backward()
         if isinstance(branch, Tensor):
@@ -718,7 +713,7 @@ class Norm(nn.Module):
         return ", ".join(parts)
 
 
-class _Known(dict[Any, "Ready | ReadyModes | Quick | None"]):
+class _Known(dict[Any, "Ready | ReadyModes | ReadyPositions | Quick | None"]):
     """What a layer knows of earlier calls. A copy of the layer begins without: compiled kernels stay here.
 
     Not by the layer's ``__getstate__``, which parametrized modules have one of their own for. The attributes are of the

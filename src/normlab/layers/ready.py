@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import host, modes, running
+from .. import host, modes, positions, running
 from ..activation import ACTIVATIONS, LEAK
 from ..backend import one_launch, triton_is_forced
-from ..engine import Coefficients, Moments, Rule, must_trace
+from ..engine import Coefficients, Moments, Rows, Rule, must_trace
 from ..fused import Affine, Given, batch_views, bounds_of, closed_call, run
 from ..launch import dense, shape_of
 from ..pools import Plan, Pooled, Segments
-from ..rules import Mixture, Modes, Renorm, Single, Sources
+from ..positional import OfPositions
+from ..rules import Mixture, Modes, Positional, Renorm, Single, Sources
 from ..sized import Kind, Prepared, Static
 from ..sized import prepare as _prepared
 from .checks import check_counts
@@ -29,7 +30,7 @@ from .checks import check_counts
 if TYPE_CHECKING:
     from .base import Norm
 
-__all__ = ["Quick", "Ready", "ReadyModes", "prepare"]
+__all__ = ["Quick", "Ready", "ReadyModes", "ReadyPositions", "prepare"]
 
 _NATIVE = 1 << 24  # elements
 _hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
@@ -297,20 +298,56 @@ def _torch_is_quicker(kind: Kind) -> bool:
     return plain and one and shape.rows * shape.s <= _NATIVE and (shape.last or shape.c >= 512)
 
 
-class ReadyModes:
-    """One way of calling mode norm, prepared."""
+class _OwnKernels:
+    """One way of calling a layer that has kernels of its own, prepared."""
 
-    cut = each = False
+    cut = each = update = live = False
+
+    def __init__(self, kind: Any, prepared: Callable[[Any], Prepared], rows: Rows) -> None:
+        self.kind, self.rows, self._prepared = kind, rows, prepared
+        self.bounds = (*bounds_of(None), LEAK)
+        self._kinds: dict[Any, tuple[Prepared, Any]] = {}
+
+    def rule(self, static: Any, work: Tensor, given: Given) -> Any:
+        """The rule as it was in a forward pass, to differentiate it again."""
+        raise NotImplementedError
+
+    def _serving(self, layer: Norm, affine: Affine, residual: Tensor | None) -> tuple[Prepared, Any]:
+        """The kernels of calls with such arguments, and what serves them in the compiled host path."""
+        library = host.library(self.kind.shape.device)
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
+        found = self._kinds.get(key)
+        if found is None:
+            kind = self.kind._replace(
+                shared=key[0], second=key[1], act=ACTIVATIONS[layer.act], residual=residual is not None
+            )
+            entry = None
+            if library is not None:
+                entry = library.Entry(0, kind.shape.last, self.bounds, (self.rule, self.rows))
+            found = self._kinds[key] = self._prepared(kind), entry
+        return found
+
+    def quick(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Quick | None:
+        """What serves calls like this one without looking at them again; None until the compiled host path can."""
+        key = (affine.weight is not None, affine.second, layer.act, residual is not None, True)
+        _, entry = self._kinds.get(key, (None, None))
+        return None if entry is None or layer.affine_terms not in ((), ("shared",)) else self._quick(entry)
+
+    def _quick(self, entry: Any) -> Quick:
+        raise NotImplementedError
+
+
+class ReadyModes(_OwnKernels):
+    """Of mode norm."""
 
     def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, live: bool, update: bool) -> None:
-        self.rows, _, self.plans = plans
+        rows, _, self.plans = plans
         self.branch, self.live, self.update = branch, live, update
         assert isinstance(layer.statistics, Modes)
         self.statistics = layer.statistics
-        shape = shape_of(x, self.rows, dense(x)[1])
-        self.kind = modes.Kind(shape, layer.statistics.number, live, update, False, 0, 0, False)
-        self.bounds = (*bounds_of(None), LEAK)
-        self._kinds: dict[Any, tuple[Prepared, Any]] = {}
+        shape = shape_of(x, rows, dense(x)[1])
+        kind = modes.Kind(shape, layer.statistics.number, live, update, False, 0, 0, False)
+        super().__init__(kind, modes.prepare, rows)
 
     def __call__(
         self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
@@ -319,12 +356,7 @@ class ReadyModes:
         if affine.label is not None:  # rows of a table, as each sample's own
             chosen = Affine(None, None, *affine[2:]).composed()
             affine = Affine(affine.weight, affine.bias, *chosen)
-        library = host.library(self.kind.shape.device)
-        key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
-        found = self._kinds.get(key)
-        if found is None:
-            found = self._kinds[key] = self._of_kind(key, library)
-        prepared, entry = found
+        prepared, entry = self._serving(layer, affine, residual)
         mean, var, batches = self.stored(layer)
         share = layer.momentum if self.update else None
         share, eps = 0.0 if share is None else float(share), float(layer.eps)
@@ -344,13 +376,7 @@ class ReadyModes:
         found = (layer._buffers[n] for n in ("running_mean", "running_var", "num_batches_tracked"))
         return tuple(t if t is None or layer.branches is None else t[self.branch] for t in found)
 
-    def quick(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Quick | None:
-        """What serves calls like this one without looking at them again; None until the compiled host path can."""
-        key = (affine.weight is not None, affine.second, layer.act, residual is not None, True)
-        _, entry = self._kinds.get(key, (None, None))
-        if entry is None or layer.affine_terms not in ((), ("shared",)):
-            return None
-
+    def _quick(self, entry: Any) -> Quick:
         def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
             share = layer.momentum if self.update else 0.0
             if share is None:
@@ -364,18 +390,52 @@ class ReadyModes:
 
         return call
 
-    def _of_kind(self, key: tuple[Any, ...], library: Any) -> tuple[Prepared, Any]:
-        shared, second, act, beside, _ = key
-        kind = self.kind._replace(shared=shared, second=second, act=ACTIVATIONS[act], residual=beside)
-        entry = None
-        if library is not None:
-            entry = library.Entry(0, kind.shape.last, self.bounds, (self.rule, self.rows))
-        return modes.prepare(kind), entry
-
     def rule(self, static: Any, work: Tensor, given: Given) -> Rule:
-        """The rule as it was in a forward pass, to differentiate it again."""
         found = None if self.live else modes.mode_views(static, work)
         return self.statistics.rule(Sources(self.plans, (found,), (self.live,), None, given.numbers[1]))
+
+
+class ReadyPositions(_OwnKernels):
+    """Of positional norm."""
+
+    def __init__(self, x: Tensor) -> None:
+        rows = Rows(x.shape[1])
+        kind = positions.Kind(shape_of(x, rows, dense(x)[1]), False, 0, 0, False)
+        super().__init__(kind, positions.prepare, rows)
+
+    def __call__(
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
+    ) -> Tensor:
+        if affine.second:
+            affine = self._one_map(affine)
+        prepared, entry = self._serving(layer, affine, residual)
+        eps, x = float(layer.eps), dense(x)[0]
+        if entry is not None:
+            y = entry(x, residual, *affine[:4], *(None,) * 7, 0.0, eps)
+            if y is not None:
+                return y
+        given = Given(None, None, None, None, (0.0, eps, *self.bounds))
+        return run(x, prepared, given, self.rule, self.rows, affine, (), residual, entry=entry)
+
+    def _one_map(self, affine: Affine) -> Affine:
+        """Both maps as one: all samples', or each one's own."""
+        weight, bias = affine.composed()
+        assert weight is not None and bias is not None
+        shape = self.kind.shape
+        if weight.numel() == bias.numel() == shape.c:
+            return Affine(weight.reshape(shape.c), bias.reshape(shape.c))
+        weight, bias = (t.expand(shape.n, shape.c).contiguous() for t in (weight, bias))
+        return Affine(None, None, weight, bias)
+
+    def _quick(self, entry: Any) -> Quick:
+        def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+            own = layer._parameters
+            return entry(x, residual, own["weight"], own["bias"], *(None,) * 9, 0.0, layer.eps)
+
+        return call
+
+    def rule(self, static: Any, work: Tensor, given: Given) -> OfPositions:
+        return OfPositions(given.numbers[1])
 
 
 class _Corrected:
@@ -393,9 +453,11 @@ class _Corrected:
         return Coefficients(self.plan.expand(pooled.mean), scale * self.ratio, self.move), [pooled]
 
 
-def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes | None:
+def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes | ReadyPositions | None:
     """What serves calls of ``layer`` like this one; None where whole kernels do not have all that it asks for."""
     statistics, live = layer.statistics, layer._uses_batch()
+    if isinstance(statistics, Positional):
+        return None if layer._predictor else ReadyPositions(x)
     if isinstance(statistics, Modes):
         return None if isinstance(branch, Tensor) else _prepare_modes(layer, x, branch, live)
     simple = isinstance(statistics, Renorm) or (
