@@ -6,7 +6,7 @@ which spares most of the time that Triton's own launch path takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -30,6 +30,7 @@ __all__ = [
     "like",
     "moments",
     "pass_alone",
+    "programs_at_once",
     "sums",
     "tiles",
 ]
@@ -120,9 +121,13 @@ class Launch:
 
         Launches of one stream follow each other. A captured graph may be replayed beside anything, so it has its own.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing():
+            _of_graphs(self.device)
+            return _counter(self.device, stream, self.grid).data_ptr()
+        spare = _spare.get(self.device)
+        if spare is None or (at := next(spare.places, None)) is None:
             return torch.zeros(1, dtype=torch.int64, device=f"cuda:{self.device}").data_ptr()
-        return _counter(self.device, stream, self.grid).data_ptr()
+        return at
 
 
 def _check_interpreted(kernel: Any) -> None:
@@ -133,6 +138,24 @@ def _check_interpreted(kernel: Any) -> None:
             "the back end 'triton' was chosen for a tensor on the CPU, where its kernels run in Triton's interpreter "
             "only: set TRITON_INTERPRET=1 before Python starts, or choose 'auto' or 'torch'"
         )
+
+
+class _Spare(NamedTuple):
+    """Counters for launches in graphs, which nobody gets twice: to make one in a graph is a kernel more."""
+
+    memory: Tensor
+    places: Iterator[int]  # addresses
+
+
+_spare: dict[int, _Spare] = {}
+
+
+def _of_graphs(device: int) -> None:
+    """See to it that there are counters for graphs, before one is captured."""
+    if device not in _spare:
+        memory = torch.zeros(1 << 16, dtype=torch.int64, device=f"cuda:{device}")
+        first, step = memory.data_ptr(), 16  # as kernels are compiled for
+        _spare[device] = _Spare(memory, iter(range(first, first + 8 * memory.numel(), step)))
 
 
 @lru_cache(maxsize=1024)
@@ -234,13 +257,14 @@ class Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def tiles(shape: Shape, name: str) -> Tiles:
+def tiles(shape: Shape, name: str, most: int = 0) -> Tiles:
     """Tiles of a pass: ``moments`` and ``sums``, which sum rows, or ``write``.
 
     Contiguous, moments take a row of up to 4,096 elements at once. Channels last, a pass that writes takes a tile a
     program. One that sums splits rows as long as the device holds all programs at once, and each has two tiles: a few
     programs more would be waited for alone, and splits must be put together. Both split them alike. Where there are
-    more programs than that anyway, the sums' tiles are smaller, so that more of them fit.
+    more programs than that anyway, the sums' tiles are smaller, so that more of them fit. With ``most`` (not 0) there
+    are no more programs than that.
     """
     writes, half = name == "write", shape.dtype.itemsize == 2
     if not shape.last:
@@ -253,7 +277,7 @@ def tiles(shape: Shape, name: str) -> Tiles:
     channels = min(power(shape.c), 64)
     images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
     processors = _processors(shape.device)
-    at_once = _TOGETHER * processors
+    at_once = min(_TOGETHER * processors, most or _TOGETHER * processors)
     if writes:
         elements = 8192 if half and shape.rows * shape.s > _LARGE * processors else 4096
     else:
@@ -265,6 +289,11 @@ def tiles(shape: Shape, name: str) -> Tiles:
         per = ceil(ceil(shape.s, splits), each) * each
     splits = ceil(shape.s, per)
     return Tiles(positions, channels, images * blocks * splits, per, splits)
+
+
+def programs_at_once(device: int) -> int:
+    """More than a device can hold."""
+    return 64 * _processors(device)
 
 
 @lru_cache(maxsize=64)
