@@ -629,10 +629,20 @@ def test_parameters_are_those_of_the_signature_and_of_the_ptx():
         assert host._described(SimpleNamespace(**{**vars(launch), **change}), range(2), range(1)) is None  # type: ignore[arg-type]
 
 
+GRAPHS = [
+    *((name, "one", "compiled") for name in LAYERS),
+    *(
+        (name, launches, by)
+        for name in ("BN", "SN", "ghost SN", "Mode")
+        for launches, by in (("few", "compiled"), ("few", "python"), ("one", "python"))
+    ),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", LAYERS)
-def test_captured_graphs_and_other_streams(name: str):
+@pytest.mark.parametrize(("name", "launches", "by"), GRAPHS)
+def test_captured_graphs_and_other_streams(name: str, launches: str, by: str):
     """What is captured has its own counters, and backward runs on the stream of forward."""
     make, arguments = LAYERS[name]
     x, dy = input_of(4, 6, 3, 5), torch.randn(4, 6, 3, 5, device=DEVICE)
@@ -641,7 +651,7 @@ def test_captured_graphs_and_other_streams(name: str):
     def values() -> list[Any]:  # without their graph, whose leaves would belong to the first stream
         return [None if t is None else t.detach() for t in gradients(layer, x, arguments, dy)]
 
-    with normlab.backend("triton", host="compiled"), normlab.no_update(layer):
+    with normlab.backend("triton", host=by, launches=launches), normlab.no_update(layer):
         values()
         expected = values()
         stream = torch.cuda.Stream()
