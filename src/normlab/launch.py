@@ -30,7 +30,6 @@ __all__ = [
     "like",
     "moments",
     "pass_alone",
-    "programs_at_once",
     "sums",
     "tiles",
 ]
@@ -289,11 +288,6 @@ def tiles(shape: Shape, name: str, most: int = 0) -> Tiles:
         per = ceil(ceil(shape.s, splits), each) * each
     splits = ceil(shape.s, per)
     return Tiles(positions, channels, images * blocks * splits, per, splits)
-
-
-def programs_at_once(device: int) -> int:
-    """More than a device can hold."""
-    return 64 * _processors(device)
 
 
 @lru_cache(maxsize=64)

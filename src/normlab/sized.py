@@ -21,7 +21,6 @@ from .launch import (
     ceil,
     pass_alone,
     power,
-    programs_at_once,
     tiles,
 )
 
@@ -52,6 +51,7 @@ WHOLE = 1 << 24
 # Likewise where processes share the device, and the programs of each launch that then wait for each other: those of 16
 # processes fit it beside each other.
 _OF_FEW, _FEW = 1 << 20, 8
+_ALL = 1 << 20  # as many as the device holds at once, which a launch finds out when it is compiled
 
 
 def waiting(shape: Shape) -> int:
@@ -59,7 +59,7 @@ def waiting(shape: Shape) -> int:
     elements, how = shape.rows * shape.s, chosen_launches()
     if not DIRECT or how == "several" or elements > (WHOLE if how == "one" else _OF_FEW):
         return 0
-    return _FEW if how == "few" else programs_at_once(shape.device)
+    return _FEW if how == "few" else _ALL
 
 
 class Kind(NamedTuple):
