@@ -200,6 +200,38 @@ def launches(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """Made before anything is captured: in a graph, a counter that is made there costs a kernel at every replay."""
+    from normlab import launch
+
+    made, capturing, zeros = [], [False], torch.zeros
+
+    def counted(*size: int, dtype: torch.dtype, device: str) -> Tensor:
+        made.append((size, device, capturing[0]))
+        return zeros(*size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", counted)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(launch, "_spare", {})
+    launch._counter.cache_clear()
+    try:
+        wanted = launch.Launch(None, 4, (), 7, True)
+        capturing[0] = True
+        wanted._counter(1)
+        assert made == [((1,), "cuda:7", True)]  # nothing ran before, so it is made there
+        capturing[0] = False
+        assert wanted._counter(1) == wanted._counter(1) != wanted._counter(2)
+        spare = launch._spare[7].memory
+        assert not spare.any() and spare.numel() == 1 << 16
+        capturing[0], before = True, len(made)
+        places = [wanted._counter(1) - spare.data_ptr() for _ in range(spare.numel() // 2)]
+        assert places == list(range(0, 8 * spare.numel(), 16)) and len(made) == before
+        wanted._counter(1)
+        assert made[-1] == ((1,), "cuda:7", True)  # all are given away
+    finally:
+        launch._counter.cache_clear()
+
+
 def test_the_number_of_launches_is_chosen_by_a_scope():
     from normlab.backend import chosen_launches
 
