@@ -668,3 +668,17 @@ def test_coefficients_of_a_rule_broadcast(samples: int, last: bool):
     torch.testing.assert_close(y, want)
     found, wanted = (torch.autograd.grad(t.pow(3).sum(), (x, weight)) for t in (y, want))
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("back_end", ["torch", "triton"])
+def test_half_an_affine_map_is_a_sentence(name: str, back_end: str):
+    for layer in (normlab.BatchNorm2d(6), normlab.PositionalNorm2d(6), normlab.SandwichBatchNorm2d(6, 3)):
+        setattr(layer, name, None)
+        given = (torch.zeros(2, dtype=torch.long),) if layer.num_classes else ()
+        with (
+            normlab.backend(back_end),
+            torch.no_grad(),
+            pytest.raises(ValueError, match=f"the {name} of .* is None, and its affine map needs both"),
+        ):
+            layer(torch.randn(2, 6, 3, 3), *given)

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,9 +207,10 @@ def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.Monke
 
     made, capturing, zeros = [], [False], torch.zeros
 
-    def counted(*size: int, dtype: torch.dtype, device: str) -> Tensor:
+    def counted(*size: int, dtype: torch.dtype, device: str = "cpu") -> Any:
         made.append((size, device, capturing[0]))
-        return zeros(*size, dtype=dtype)
+        memory = zeros(*size, dtype=dtype)
+        return memory if device != "cpu" else SimpleNamespace(to=lambda device: memory)
 
     monkeypatch.setattr(torch, "zeros", counted)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -734,6 +736,25 @@ def test_positions_have_each_gradient_alone_and_with_others(act: str | None, aff
             assert_close(a, b, rtol=1e-4, atol=1e-5)
         for k, t in enumerate(everything):
             assert_close(found([t])[0], exact[k], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("many", [False, True], ids=["few channels", "many channels"])
+def test_positions_without_eps(many: bool, act: str | None, request: pytest.FixtureRequest):
+    """Beyond the last position there is nothing to divide by, and nothing to be added to gradients."""
+    if many:
+        request.getfixturevalue("few_channels")
+    layer = normlab.PositionalNorm2d(40, eps=0.0, act=act).to(DEVICE)
+    x, dy = (
+        torch.randn(2, 40, 3, 5, device=DEVICE, requires_grad=True),
+        torch.randn(2, 40, 3, 5, device=DEVICE),
+    )
+    found = []
+    for name in ("torch", "triton"):
+        with normlab.backend(name):
+            found.append(torch.autograd.grad(layer(x), (x, *layer.parameters()), dy))
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_positions_give_the_same_bits_each_time():

@@ -1,10 +1,12 @@
 """Several runs at once: who works on what, what is left to others, and CUDA's MPS."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -98,7 +100,7 @@ if [ "$1" = "-d" ]; then
   echo "start $CUDA_MPS_PIPE_DIRECTORY" >> {log}; test -d "$CUDA_MPS_PIPE_DIRECTORY" || exit 3; {start}
 else
   read -r words; echo "$words" >> {log}
-  if [ "$words" = get_server_list ]; then {list}; fi
+  if [ "$words" = get_server_list ]; then {list}; else {other}; fi
 fi
 """
 
@@ -108,10 +110,10 @@ def control(tmp_path, monkeypatch):
     """A stand-in for NVIDIA's daemon, which writes down what it is asked."""
     log = tmp_path / "asked"
 
-    def install(start="true", list_="echo 123"):
+    def install(start="true", list_="echo 123", other="true"):
         file = tmp_path / "bin" / "nvidia-cuda-mps-control"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(CONTROL.format(log=log, start=start, list=list_))
+        file.write_text(CONTROL.format(log=log, start=start, list=list_, other=other))
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
         return lambda: log.read_text().splitlines()
@@ -155,7 +157,8 @@ def test_without_mps_processes_take_turns_and_are_told_so(tmp_path, control, mon
     asked = control(start="echo no permission; exit 1")
     with mps.shared(watch) as own:
         assert own == {}
-    assert "did not start (no permission)" in watch.notes[0] and len(asked()) == 1
+    assert "did not start (no permission)" in watch.notes[0]
+    assert [line.split()[0] for line in asked()] == ["start", "quit"]
     monkeypatch.setenv("PATH", str(tmp_path))
     with mps.shared(watch) as own:
         assert own == {}
@@ -164,6 +167,76 @@ def test_without_mps_processes_take_turns_and_are_told_so(tmp_path, control, mon
     with mps.shared(watch) as own:  # somebody else's daemon
         assert own == {}
     assert len(watch.notes) == 2
+
+
+def test_without_room_for_its_files_there_is_no_daemon(control, monkeypatch):
+    watch = Teller()
+    control()
+
+    def full(**_: object) -> None:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(mps.tempfile, "TemporaryDirectory", full)
+    with mps.shared(watch) as own:
+        assert own == {}
+    assert "did not start (no usable temporary directory)" in watch.notes[0]
+
+
+@pytest.mark.parametrize(("visible", "seen"), [("", None), ("3,1", "0,1"), ("GPU-ab12", None)])
+def test_processes_count_devices_as_the_daemon_does(control, monkeypatch, visible, seen):
+    """It counts those that it is shown from 0 on."""
+    control()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with mps.shared(Teller()) as own:
+        assert own.get("CUDA_VISIBLE_DEVICES") == seen
+
+
+def test_a_daemon_that_does_not_end_is_told_of(control):
+    watch = Teller()
+    control(other="exit 1")
+    with mps.shared(watch) as own:
+        assert own
+    assert len(watch.notes) == 1 and "did not end" in watch.notes[0]
+
+
+def test_a_folder_that_others_share_has_each_record_once(tmp_path):
+    """Whoever has the lock looks again, and writes before letting go of it."""
+    job = jobs_in(tmp_path)[0] | {"keep": True}
+    told = []
+    for _ in range(2):
+        run_jobs([job], Crew(1, 1), Watcher(), lambda settings, record: told.append(record["measurement"]))
+    assert told == ["clean"] and len((tmp_path / "none" / "results.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_last_cell_that_is_left_has_the_numbers_it_would_have_had(tmp_path):
+    asked = {"scale": "smoke", "device": "cpu", "processes": 2}
+    first = run("batch-group-table5", tmp_path, **asked)
+    (one,) = (tmp_path / "runs").glob("batch-*")
+    shutil.rmtree(one)
+    again = run("batch-group-table5", tmp_path, **asked)
+    assert again.comparisons == first.comparisons
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import os; os.write(1, b'hello')", None),  # a library that prints, where the lines of a worker go
+        (
+            "import sys\nif 'normlab.lab.workers' in ' '.join(sys.orig_argv):\n import torch, normlab.lab.study as s\n"
+            " def full(*_): raise torch.OutOfMemoryError('tried to allocate')\n s.build_model = full",
+            "there is not enough memory.*fewer processes share it.*tried to allocate",
+        ),
+    ],
+    ids=["noise", "memory"],
+)
+def test_what_else_a_worker_may_say(tmp_path, monkeypatch, code, said):
+    (tmp_path / "sitecustomize.py").write_text(code + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    records = []
+    with nullcontext() if said is None else pytest.raises(LabError, match=said):
+        run_jobs(jobs_in(tmp_path)[:1], Crew(1, 1), Watcher(), lambda _, record: records.append(record))
+    assert len(records) == (said is None)
 
 
 def test_workers_that_share_take_a_launch_for_each_pass(tmp_path, control):

@@ -191,7 +191,10 @@ Tensor counter_of(int device, void* stream, unsigned programs) {
     ++given;
     return of_graphs.narrow(0, next, 1);
   }
-  if (!of_graphs.defined()) of_graphs = at::zeros({1 << 16}, make().options());
+  if (!of_graphs.defined()) {  // zero, whatever stream a graph is replayed on: a copy is waited for, a kernel not
+    const auto at_device = c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+    of_graphs = at::zeros({1 << 16}, at::kLong).to(at_device);
+  }
   Tensor& found = (*known)[{device, stream, programs}];
   if (!found.defined()) found = make();
   return found;

@@ -150,11 +150,14 @@ _spare: dict[int, _Spare] = {}
 
 
 def _of_graphs(device: int) -> None:
-    """See to it that there are counters for graphs, before one is captured."""
+    """See to it that there are counters for graphs, before one is captured: zero, whatever stream it is replayed on."""
     if device not in _spare:
-        memory = torch.zeros(1 << 16, dtype=torch.int64, device=f"cuda:{device}")
+        memory = torch.zeros(1 << 16, dtype=torch.int64).to(
+            f"cuda:{device}"
+        )  # waits, unlike zeros made there
         first, step = memory.data_ptr(), 16  # as kernels are compiled for
-        _spare[device] = _Spare(memory, iter(range(first, first + 8 * memory.numel(), step)))
+        places = iter(range(first, first + 8 * memory.numel(), step))
+        _spare.setdefault(device, _Spare(memory, places))  # another thread may have come first
 
 
 @lru_cache(maxsize=1024)

@@ -40,6 +40,12 @@ def _deviations(x, at, ok, C):
 
 
 @triton.jit
+def _reciprocal(squares, p_ok, C, eps):
+    """Of the deviation; one beyond the last position, where without eps there is nothing to divide by."""
+    return tl.rsqrt(tl.where(p_ok, squares / C + eps, 1.0))
+
+
+@triton.jit
 def _statistics(
     x, n, p, p_ok, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
@@ -99,7 +105,7 @@ def forward(
             else:
                 d = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) - mean[:, None] - off[:, None]
             w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-            z = d * tl.rsqrt(squares / C + eps)[:, None] * w + b
+            z = d * _reciprocal(squares, p_ok, C, eps)[:, None] * w + b
             if RES:
                 z += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
             tl.store(y + at, _activate(z, leak, ACT).to(y.dtype.element_ty), mask=ok)
@@ -140,7 +146,7 @@ def backward(
             ok = p_ok[:, None] & (c < C)[None, :]
             at = _places(n, p, c, C, S, LAST, FAR)
             d, squares = _deviations(x, at, ok, C)
-            r = tl.rsqrt(squares / C + eps)[:, None]
+            r = _reciprocal(squares, p_ok, C, eps)[:, None]
             h = d * r
             w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
             g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
@@ -156,7 +162,7 @@ def backward(
                 tl.store(dx + at, out.to(dx.dtype.element_ty), mask=ok)
         else:
             mean, off, squares = _statistics(x, n, p, p_ok, C, S, LAST, FAR, BP, BC)
-            r = tl.rsqrt(squares / C + eps)[:, None]
+            r = _reciprocal(squares, p_ok, C, eps)[:, None]
             over = tl.zeros((BP,), tl.float32)
             along = tl.zeros((BP,), tl.float32)
             for start in range(0, C, BC):

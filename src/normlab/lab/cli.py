@@ -7,10 +7,12 @@ processes (:mod:`normlab.lab.torchrun`), and what went wrong is said once.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-from .errors import Interrupted, LabError
+from .errors import Interrupted, LabError, of_memory
 from .ranks import started_by_torchrun
 
 __all__ = ["main"]
@@ -32,6 +34,10 @@ _EXTRA = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the process ends with its exit code."""
+    with suppress(ValueError):  # in another thread than the main one
+        for name in ("SIGTERM", "SIGHUP"):  # a scheduler, a terminal that is closed
+            if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:
+                signal.signal(getattr(signal, name), _stopped)
     if started_by_torchrun():
         from .torchrun import run
 
@@ -44,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print(said[0], file=sys.stderr)
         sys.exit(said[1])
+
+
+def _stopped(number: int, frame: object) -> None:
+    """As if interrupted: what was started is ended."""
+    raise KeyboardInterrupt
 
 
 def _run(arguments: Sequence[str] | None) -> None:
@@ -63,14 +74,6 @@ def _words(error: BaseException) -> tuple[str, int] | None:
         if name in _EXTRA:
             how = "pip install timm" if name == "timm" else "pip install 'normlab[lab]'"
             return f"normlab: {name} is not installed; {how} brings it.", 2
-    if _is_of_memory(error):
-        what = (str(error) or type(error).__name__).splitlines()[0]
-        return ("normlab: there is not enough memory. A smaller batch_size or size takes less, and accumulate cuts a "
-                f"step's batch into parts. What is finished is kept. ({what})"), 2  # fmt: skip
+    if (sentence := of_memory(error)) is not None:
+        return f"normlab: {sentence}", 2
     return None
-
-
-def _is_of_memory(error: BaseException) -> bool:
-    import torch
-
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

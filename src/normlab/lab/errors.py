@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-__all__ = ["Interrupted", "LabError", "NotFinite", "warn"]
+__all__ = ["Interrupted", "LabError", "NotFinite", "of_memory", "warn"]
 
 
 class LabError(ValueError):
@@ -16,6 +16,21 @@ class NotFinite(UserWarning):
 
 class Interrupted(Exception):
     """The user stopped a command; what was finished is kept."""
+
+
+def of_memory(error: BaseException) -> str | None:
+    """A sentence about an error that says that memory ran out; None of any other."""
+    import torch
+
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(
+        error
+    ):
+        return None
+    what = (str(error) or type(error).__name__).splitlines()[0]
+    return (
+        "there is not enough memory. A smaller batch_size or size takes less, accumulate cuts a step's batch into "
+        f"parts, and fewer processes share it. What is finished is kept. ({what})"
+    )
 
 
 def warn(sentence: str, category: type[Warning]) -> None:

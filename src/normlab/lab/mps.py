@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .loop import Watcher
@@ -40,24 +40,45 @@ def shared(watch: Watcher) -> Iterator[dict[str, str]]:
         )
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="normlab-mps-", ignore_cleanup_errors=True) as folder:
-        names = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
-        own = {name: str(Path(folder, part)) for name, part in names.items()}
-        for part in own.values():
-            Path(part).mkdir()
-        if (said := _started(control, own, Path(folder, "said"))) is not None:
+    with ExitStack() as open_:
+        try:
+            made = tempfile.TemporaryDirectory(prefix="normlab-mps-", ignore_cleanup_errors=True)
+            folder = Path(open_.enter_context(made))
+            own = {
+                "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+                "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+            }
+            for part in own.values():
+                Path(part).mkdir()
+            said = _started(control, own, folder / "said")
+        except OSError as error:
+            said, own = str(error), {}
+        if said is not None:
             watch.note(f"{_CONTROL} did not start ({said}), so processes take turns on a GPU.")
+            if own:  # it may have come up all the same
+                _asked("quit", own)
             yield {}
             return
         try:
-            yield own
+            yield own | _renumbered()
         finally:
-            _asked("quit -t 5", own)
+            if _asked("quit -t 5", own) is None:
+                watch.note(f"{_CONTROL}, which was started for this, did not end; it serves {own}.")
 
 
 def serving(own: dict[str, str]) -> bool:
     """Whether a process that is running was taken in by the daemon of :func:`shared`."""
     return bool(_asked("get_server_list", own))
+
+
+def _renumbered() -> dict[str, str]:
+    """The daemon counts the devices that it is shown from 0 on, and so must those that it serves."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not visible or visible.startswith(("GPU-", "MIG-")):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))}
 
 
 def _started(control: str, own: dict[str, str], said: Path) -> str | None:
@@ -68,17 +89,19 @@ def _started(control: str, own: dict[str, str], said: Path) -> str | None:
                 [control, "-d"], env=os.environ | own, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 timeout=_SECONDS, check=False,
             )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
+    except subprocess.TimeoutExpired:
+        return f"it did not answer within {_SECONDS} seconds"
     text = said.read_text().strip()
     return None if done.returncode == 0 else next(iter(text.splitlines()), f"exit code {done.returncode}")
 
 
-def _asked(question: str, own: dict[str, str]) -> str:
-    with suppress(OSError, subprocess.TimeoutExpired):
+def _asked(question: str, own: dict[str, str]) -> str | None:
+    """What the daemon says; None if it does not."""
+    try:
         done = subprocess.run(
             [_CONTROL], env=os.environ | own, input=f"{question}\n", capture_output=True, text=True, timeout=_SECONDS,
             check=False,
         )  # fmt: skip
-        return done.stdout.strip()
-    return ""
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -5,7 +5,8 @@ program takes a core they wait long. A run on a core or a few does not. Likewise
 a large GPU, which several processes can (:mod:`normlab.lab.mps`). Parent and workers speak in JSON lines, so a script
 that asks for a study needs no guard around its main part, as it would for Python's own process pools.
 
-A worker does what :func:`normlab.lab.study.run_study` does for one run and tells of it; the parent writes the results.
+A worker does what :func:`normlab.lab.study.run_study` does for one run and tells of it; the parent writes the results,
+unless they are kept with the run, in a folder that others share.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from . import mps
-from .errors import LabError
+from .errors import LabError, of_memory
 from .loop import Watcher
 from .settings import Settings
 from .store import Busy
 from .torchrun import led
 
-__all__ = ["Crew", "Job", "crew_for", "longest_first", "run_jobs", "threads_for"]
+__all__ = ["Crew", "Job", "check_processes", "crew_for", "longest_first", "run_jobs", "threads_for"]
 
-Job = dict[str, Any]  # settings, home, measure, root, tensorboard: plain values
+# Plain values: settings, home, measure, root, tensorboard; and keep, where results are to stay in the run's own folder.
+Job = dict[str, Any]
 
 
 def threads_for(runs: int) -> int:
@@ -69,8 +71,7 @@ def crew_for(place: torch.device, processes: int | None, runs: int) -> Crew | No
     On a CPU that is a process for each core unless ``processes`` says otherwise. On CUDA it is one unless more are
     asked for; a device without a number stands for all GPUs, which they take in turn.
     """
-    if processes is not None and processes < 1:
-        raise LabError(f"processes = {processes} runs nothing; expected 1 or more.")
+    check_processes(processes)
     if led().world > 1:
         if processes is not None and processes > 1:
             raise LabError(
@@ -82,6 +83,10 @@ def crew_for(place: torch.device, processes: int | None, runs: int) -> Crew | No
         return Crew(max(1, _cores() // threads), threads)
     if processes is None or processes == 1:
         return None
+    if place.type not in ("cpu", "cuda"):
+        raise LabError(
+            f"processes = {processes} on {place}: only the CPU and CUDA devices are shared; leave it out."
+        )
     threads = max(1, _cores() // processes)
     if place.type == "cpu":
         return Crew(processes, threads)
@@ -91,9 +96,15 @@ def crew_for(place: torch.device, processes: int | None, runs: int) -> Crew | No
     return Crew(processes, threads, tuple(devices))
 
 
+def check_processes(processes: Any) -> None:
+    if processes is not None and (not isinstance(processes, int) or processes < 1):
+        raise LabError(f"processes = {processes!r} runs nothing; expected a whole number, 1 or more.")
+
+
 def longest_first(runs: Sequence[Settings]) -> list[Settings]:
     """By seeds, and within a seed by steps: a long run that begins last is waited for alone."""
-    return sorted(runs, key=lambda s: (s.seed, -s.epochs * (s.train_size or 1) / s.batch_size))
+    most = max((s.train_size for s in runs), default=0) + 1  # 0 is all images
+    return sorted(runs, key=lambda s: (s.seed, -s.epochs * (s.train_size or most) / s.batch_size))
 
 
 def run_jobs(
@@ -177,9 +188,14 @@ class _Worker:
             self.process.stdin.flush()
 
     def _listen(self, stream: IO[str], events: queue.Queue[Any]) -> None:
-        for line in stream:
-            events.put((self, json.loads(line)))
-        events.put((self, None))
+        try:
+            for line in stream:
+                with contextlib.suppress(
+                    ValueError
+                ):  # of others, before the worker had its outputs to itself
+                    events.put((self, json.loads(line)))
+        finally:
+            events.put((self, None))
 
     def _collect(self, stream: IO[str], events: queue.Queue[Any]) -> None:
         self.errors.extend(stream)
@@ -187,8 +203,9 @@ class _Worker:
     def last_words(self) -> str:
         code = self.process.wait()
         said = "".join(self.errors[-20:]).strip()
-        if code == -signal.SIGKILL:
-            return (f"the process of {self.settings.name} was killed from outside, perhaps because memory ran out. "
+        if code < 0:
+            why = ", perhaps because memory ran out" if code == -signal.SIGKILL else f" (signal {-code})"
+            return (f"the process of {self.settings.name} was killed from outside{why}. "
                     "What is finished is kept; the same command again goes on.")  # fmt: skip
         return f"the process of {self.settings.name} ended with code {code}" + (f":\n{said}" if said else ".")
 
@@ -238,11 +255,13 @@ class _Teller(Watcher):
 
 def _work(device: str) -> None:
     from .grid import measurements_of
-    from .store import locked
+    from .store import append_line, locked, read_records
     from .study import data_key, load_data, measured, trained
 
     # Lines of others, such as a library that prints, must not come between.
-    out, sys.stdout = sys.stdout, sys.stderr
+    sys.stdout.flush()
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
     def say(event: str, **more: Any) -> None:
@@ -262,13 +281,22 @@ def _work(device: str) -> None:
             watch, data = _Teller(say), loaded[1]
             with locked(home):
                 model = trained(settings, data, home, watch, place, tensorboard=job["tensorboard"])
-                for record in measured(model, data, settings, measurements_of(job["measure"]), watch, place):
+                # In a folder that is shared, others may have come first, and must find what was measured here.
+                done = {r["measurement"] for r in read_records(home)} if job.get("keep") else set()
+                open_ = [m for m in measurements_of(job["measure"]) if m.name not in done]
+                for record in measured(model, data, settings, open_, watch, place):
+                    if job.get("keep"):
+                        append_line(home / "results.jsonl", record)
                     say("measured", record=record)
             say("done")
         except Busy as error:
             say("busy", sentence=str(error))
         except LabError as error:
             say("error", sentence=str(error))
+        except Exception as error:
+            if (sentence := of_memory(error)) is None:
+                raise
+            say("error", sentence=f"{settings.name}: {sentence}")
 
 
 if __name__ == "__main__":

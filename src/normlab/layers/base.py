@@ -524,10 +524,10 @@ class Norm(nn.Module):
 
         terms = self.affine_terms
         if terms == ("shared",):
-            return Affine(self.weight, self.bias)
+            return Affine(*self._shared())
         if len(terms) > 2 or (len(terms) == 2 and terms[0] != "shared"):
             return Affine(None, None, *self._affine(label, branch, style, x))
-        shared = (self.weight, self.bias) if terms[:1] == ("shared",) else (None, None)
+        shared = self._shared() if terms[:1] == ("shared",) else (None, None)
         last = terms[-1] if terms else None
         if last == "class":
             tables = self.class_weight, self.class_bias
@@ -554,8 +554,7 @@ class Norm(nn.Module):
         terms: list[tuple[Tensor, Tensor]] = []
         for term in self.affine_terms:
             if term == "shared":
-                assert self.weight is not None and self.bias is not None
-                terms.append((self.weight, self.bias))
+                terms.append(self._shared())
             elif term == "class":
                 terms.append((select(self.class_weight, label), select(self.class_bias, label)))
             elif term == "branch":
@@ -567,6 +566,17 @@ class Norm(nn.Module):
                 found = self._style(style, x)
                 terms.append((found.std, found.mean))
         return compose(terms)
+
+    def _shared(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias, or a sentence where one was taken away."""
+        weight, bias = self.weight, self.bias
+        if weight is None or bias is None:
+            gone = "weight" if weight is None else "bias"
+            raise ValueError(
+                f"the {gone} of {type(self).__name__} is None, and its affine map needs both weight and bias; fill it "
+                f"with {'ones' if weight is None else 'zeros'} instead, or make the layer without an affine map"
+            )
+        return weight, bias
 
     def _style(self, style: Any, x: Tensor | None) -> StyleMoments:
         if not isinstance(style, StyleMoments):

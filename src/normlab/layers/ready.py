@@ -238,6 +238,8 @@ def _quick(ready: Ready, entry: Any, of: Norm, spatial: tuple[int, ...]) -> Quic
         weight = bias = weight2 = bias2 = mean_logits = var_logits = mean = var = batches = None
         if shared:
             weight, bias = own["weight"], own["bias"]
+            if weight is None or bias is None:
+                return None
         if by_class:
             weight2, bias2 = own["class_weight"], own["class_bias"]
         elif by_branch:
@@ -274,6 +276,8 @@ def _quick_native(ready: Ready, of: Norm) -> Quick | None:
             return None
         own: Any = layer._parameters
         weight, bias = own["weight"], own["bias"]
+        if (weight is None) != (bias is None):
+            return None
         if name is not None:
             inner: Any = layer._modules
             weight, bias = inner["branch_weight"]._parameters[name], inner["branch_bias"]._parameters[name]
@@ -384,10 +388,11 @@ class ReadyModes(_OwnKernels):
             if share is None:
                 return None
             own = layer._parameters
-            gate = own["gate_weight"], own["gate_bias"]
+            weight, bias, gate = own["weight"], own["bias"], (own["gate_weight"], own["gate_bias"])
+            if (weight is None) != (bias is None):
+                return None
             return entry(
-                x, residual, own["weight"], own["bias"], None, None, *gate, None, None, *self.stored(layer), share,
-                layer.eps,
+                x, residual, weight, bias, None, None, *gate, None, None, *self.stored(layer), share, layer.eps
             )  # fmt: skip
 
         return call
@@ -431,8 +436,10 @@ class ReadyPositions(_OwnKernels):
 
     def _quick(self, entry: Any) -> Quick:
         def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
-            own = layer._parameters
-            return entry(x, residual, own["weight"], own["bias"], *(None,) * 9, 0.0, layer.eps)
+            weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+            if (weight is None) != (bias is None):
+                return None
+            return entry(x, residual, weight, bias, *(None,) * 9, 0.0, layer.eps)
 
         return call
 

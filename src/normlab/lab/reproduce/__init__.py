@@ -18,6 +18,7 @@ from ..._text import nearest
 from ..errors import LabError
 from ..store import finite, write_atomic
 from ..study import versions
+from ..workers import check_processes
 from .base import Context, Entry, Outcome, Scale, as_text
 from .grid import check_only
 
@@ -100,6 +101,7 @@ def run(
     )
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
+    check_processes(processes)
     outcome = known[name].run(ctx)
     if only:
         check_only(ctx, name)

@@ -21,7 +21,7 @@ from ..loop import Watcher
 from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
-from ..store import Busy, append_line, locked, read_log, read_records
+from ..store import Busy, locked, read_log, read_records
 from .base import Context, compared, recalled, remember
 from .figures import Value
 
@@ -201,23 +201,18 @@ def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Colu
     from ..workers import crew_for, longest_first, run_jobs
 
     place = pick_device(ctx.device)
-    crew = crew_for(place, ctx.processes or 1, len(cells))
-    if crew is None or len(cells) < 2:
+    crew = crew_for(place, 1 if ctx.processes is None else ctx.processes, len(cells))
+    if crew is None or not cells:
         return set()
     for settings in {data_key(s): s for s in cells}.values():
         load_data(settings, root=ctx.root, download=ctx.download)  # fetched, or missed, once
     homes = {s: ctx.folder / "runs" / s.name for s in cells}
     jobs = [
         {"settings": s.values(), "home": str(homes[s]), "measure": _open(homes[s], s, columns).own,
-         "root": None if ctx.root is None else str(ctx.root), "tensorboard": False}
+         "root": None if ctx.root is None else str(ctx.root), "tensorboard": False, "keep": True}
         for s in longest_first(cells)
     ]  # fmt: skip
-    run_jobs(
-        jobs,
-        crew,
-        ctx.progress or Watcher(),
-        lambda s, record: append_line(homes[s] / "results.jsonl", record),
-    )
+    run_jobs(jobs, crew, ctx.progress or Watcher(), lambda settings, record: None)
     left = {s: _open(homes[s], s, columns) for s in cells}
     return {s for s, now in left.items() if not (now.training or now.own or now.weights)}
 
