@@ -836,10 +836,6 @@ def test_ghost_batches(name: str, layout: torch.memory_format, training: bool):
                 b.fill_(30_000)
     exact = deepcopy(layer).double()
     given: dict[str, Any] = {"branch": "aux"} if layer.branches else {}
-    if name == "branches":
-        given = {"branch": torch.tensor([1, 0, 0, 1, 1, 1], device=DEVICE)}
-    if name == "style":
-        given = {"style": torch.randn(1, 40, 3, 3, device=DEVICE)}
     if layer.num_classes:
         given["label"] = torch.tensor([2, 0, 0, 2, 1] * 2, device=DEVICE)
     x = torch.randn(10, 40, 3, 3, device=DEVICE) + torch.randn(10, 40, 1, 1, device=DEVICE)

@@ -221,7 +221,10 @@ def test_the_last_cell_that_is_left_has_the_numbers_it_would_have_had(tmp_path):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import os; os.write(1, b'hello')", None),  # a library that prints, where the lines of a worker go
+        (
+            "import os; os.write(1, b'hello\\n12\\n')",
+            None,
+        ),  # a library that prints, where the lines of a worker go
         (
             "import sys\nif 'normlab.lab.workers' in ' '.join(sys.orig_argv):\n import torch, normlab.lab.study as s\n"
             " def full(*_): raise torch.OutOfMemoryError('tried to allocate')\n s.build_model = full",

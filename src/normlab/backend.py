@@ -7,8 +7,8 @@ how tests reach the kernels without a GPU.
 Small inputs take one launch a direction, whose programs wait for each other: least work for the host. In a CUDA graph
 the host has none, and a launch for each pass is quicker; ``NORMLAB_LAUNCHES`` and ``backend(launches=...)`` choose,
 ``one`` or ``several``. Processes that share a GPU through CUDA's MPS must not take ``one``: programs that wait must all
-be running. Where they are many, the device's rate of launches is what they share, and ``few`` is for them: one launch
-for small inputs, of so few programs that those of all processes fit the device.
+be running. ``few`` is meant for many of them, with small networks: one launch for small inputs, of so few programs that
+those of all processes fit the device.
 
 Also which host launches the kernels: Python, or a C++ extension that is built on first use (:mod:`normlab.host`).
 ``NORMLAB_HOST=python`` or ``compiled`` and ``backend(..., host=...)`` force either.

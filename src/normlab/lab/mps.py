@@ -63,7 +63,7 @@ def shared(watch: Watcher) -> Iterator[dict[str, str]]:
             yield own | _renumbered()
         finally:
             if _asked("quit -t 5", own) is None:
-                watch.note(f"{_CONTROL}, which was started for this, did not end; it serves {own}.")
+                watch.note(f"{_CONTROL}, which was started for this, did not end; stop its process by hand.")
 
 
 def serving(own: dict[str, str]) -> bool:

@@ -160,6 +160,15 @@ def _tell(watch: Watcher, record: Callable[..., None], settings: Settings, event
         getattr(watch, kind)(*event["arguments"])
 
 
+def _event_of(line: str) -> dict[str, Any] | None:
+    """What a worker tells; None of what others printed before it had its outputs to itself."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
 class _Worker:
     """A process that takes a job at a time, seen from the parent."""
 
@@ -190,10 +199,8 @@ class _Worker:
     def _listen(self, stream: IO[str], events: queue.Queue[Any]) -> None:
         try:
             for line in stream:
-                with contextlib.suppress(
-                    ValueError
-                ):  # of others, before the worker had its outputs to itself
-                    events.put((self, json.loads(line)))
+                if (event := _event_of(line)) is not None:
+                    events.put((self, event))
         finally:
             events.put((self, None))
 
