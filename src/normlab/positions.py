@@ -20,7 +20,7 @@ _JOIN = {False: ((6, 16, 17), ()), True: ((6, 18, 19), ())}
 _TILE = 4096  # elements that a program looks at together
 _ALONG = 16  # positions that lie side by side, at least
 _WAVES = 8  # programs a multiprocessor in backward, each of which has sums of its own
-_COLUMNS, _SHARES = 16, 64  # channels and programs' sums that are put together at once
+_COLUMNS, _SHARES = 8, 256  # channels and sums of programs at once; few channels, too, are several programs
 
 
 class Kind(NamedTuple):

@@ -60,7 +60,8 @@ def base(ctx: Context) -> Any:
     These are for trainings four times as long; of thirty epochs they would leave nine at the full rate.
     """
     full = {
-        "model": "resnet20", "data": "cifar10", "epochs": 30, "weight_decay": 1e-4, "warmup": 1, "channels_last": True
+        "model": "resnet20", "data": "cifar10", "epochs": 30, "weight_decay": 1e-4, "warmup": 1, "channels_last": True,
+        "precision": "bf16",
     }  # fmt: skip
     small = {"model": "small", "data": "mnist5k", "epochs": 4, "train_size": 2000, "weight_decay": 1e-4}
     tiny = {**small, "epochs": 1, "train_size": 96, "test_size": 32}
