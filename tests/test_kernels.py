@@ -235,18 +235,18 @@ def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.Monke
 
 
 def test_the_number_of_launches_is_chosen_by_a_scope():
-    from normlab.backend import chosen_launches
+    from normlab.backend import one_launch
 
     layer = normlab.SwitchNorm2d(4).to(DEVICE)
     x = torch.randn(2, 4, 3, 3, device=DEVICE)
     found = []
-    for number in ("one", "several", "few", "one"):
+    for number in ("one", "several", "one"):
         with normlab.backend("triton", launches=number), normlab.backend(host="python"):
-            assert chosen_launches() == number
+            assert one_launch() is (number == "one")
             found.append(layer.eval()(x))
     assert all(torch.equal(found[0], other) for other in found)
     with (
-        pytest.raises(ValueError, match=r"launches are 'one' or 'several' a direction, or 'few'; got 'two'"),
+        pytest.raises(ValueError, match=r"launches are 'one' or 'several' a direction; got 'two'"),
         normlab.backend(launches="two"),
     ):
         pass
@@ -400,7 +400,7 @@ def test_the_gradient_at_a_nan_passes_the_activation_as_in_torch():
     assert_close(*found)
 
 
-@pytest.mark.parametrize("launches", ["one", "few", "several"])
+@pytest.mark.parametrize("launches", ["one", "several"])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("make", [normlab.BatchNorm2d, normlab.SwitchNorm2d, normlab.ModeNorm2d])
 def test_rows_longer_than_a_tile(make: Any, last: bool, launches: str):

@@ -6,9 +6,8 @@ how tests reach the kernels without a GPU.
 
 Small inputs take one launch a direction, whose programs wait for each other: least work for the host. In a CUDA graph
 the host has none, and a launch for each pass is quicker; ``NORMLAB_LAUNCHES`` and ``backend(launches=...)`` choose,
-``one`` or ``several``. Processes that share a GPU through CUDA's MPS must not take ``one``: programs that wait must all
-be running. ``few`` is meant for many of them, with small networks: one launch for small inputs, of so few programs that
-those of all processes fit the device.
+``one`` or ``several``. Processes that share a GPU through CUDA's MPS need ``several``: programs that wait must all be
+running.
 
 Also which host launches the kernels: Python, or a C++ extension that is built on first use (:mod:`normlab.host`).
 ``NORMLAB_HOST=python`` or ``compiled`` and ``backend(..., host=...)`` force either.
@@ -33,13 +32,12 @@ if TYPE_CHECKING:
     from .engine import Rows
 
 __all__ = [
-    "backend", "chosen", "chosen_host", "chosen_launches", "kernels_serve", "out_of_sight", "rerun_in",
-    "triton_is_forced",
+    "backend", "chosen", "chosen_host", "kernels_serve", "one_launch", "out_of_sight", "rerun_in", "triton_is_forced",
 ]  # fmt: skip
 
 _NAMES = ("auto", "torch", "triton")
 _HOSTS = ("auto", "python", "compiled")
-_LAUNCHES = ("one", "few", "several")
+_LAUNCHES = ("one", "several")
 
 
 class _Scope(NamedTuple):
@@ -61,9 +59,8 @@ def backend(
 
     ``host`` says what launches the kernels: ``"python"``, ``"compiled"`` (built now if need be; an error where it
     cannot be), or ``"auto"``: compiled on CUDA as soon as it is built. ``launches`` says whether small inputs take
-    ``"one"`` launch a direction or ``"several"``, which is quicker in a captured graph and needed under CUDA's MPS, or
-    where many processes share a GPU by that, ``"few"``: one launch of few programs. What is left out stays as it is
-    outside.
+    ``"one"`` launch a direction or ``"several"``, which is quicker in a captured graph and needed under CUDA's MPS.
+    What is left out stays as it is outside.
     """
     outer = _chosen.get()
     inner = _Scope(
@@ -122,14 +119,14 @@ def _from_environment() -> str:
     return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
 
 
-def chosen_launches() -> str:
-    """How small inputs are launched: ``one``, ``few`` or ``several``."""
-    return _chosen.get().launches or _launches_from_environment()
+def one_launch() -> bool:
+    """Whether small inputs take one launch a direction."""
+    return (_chosen.get().launches or _launches_from_environment()) == "one"
 
 
 def _known_launches(number: str) -> str:
     if number not in _LAUNCHES:
-        raise ValueError(f"launches are 'one' or 'several' a direction, or 'few'; got {number!r}")
+        raise ValueError(f"launches are 'one' or 'several' a direction; got {number!r}")
     return number
 
 

@@ -259,14 +259,13 @@ class Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def tiles(shape: Shape, name: str, most: int = 0) -> Tiles:
+def tiles(shape: Shape, name: str) -> Tiles:
     """Tiles of a pass: ``moments`` and ``sums``, which sum rows, or ``write``.
 
     Contiguous, moments take a row of up to 4,096 elements at once. Channels last, a pass that writes takes a tile a
     program. One that sums splits rows as long as the device holds all programs at once, and each has two tiles: a few
     programs more would be waited for alone, and splits must be put together. Both split them alike. Where there are
-    more programs than that anyway, the sums' tiles are smaller, so that more of them fit. With ``most`` (not 0) there
-    are no more programs than that.
+    more programs than that anyway, the sums' tiles are smaller, so that more of them fit.
     """
     writes, half = name == "write", shape.dtype.itemsize == 2
     if not shape.last:
@@ -279,7 +278,7 @@ def tiles(shape: Shape, name: str, most: int = 0) -> Tiles:
     channels = min(power(shape.c), 64)
     images, blocks = shape.n * shape.parts, ceil(shape.c, channels)
     processors = _processors(shape.device)
-    at_once = min(_TOGETHER * processors, most or _TOGETHER * processors)
+    at_once = _TOGETHER * processors
     if writes:
         elements = 8192 if half and shape.rows * shape.s > _LARGE * processors else 4096
     else:

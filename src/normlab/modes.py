@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import mode_kernels, sized
-from .launch import BLOCK, JOINED, PASSES, Shape, ceil, power, tiles
+from .backend import one_launch
+from .launch import BLOCK, DIRECT, JOINED, PASSES, Shape, ceil, power, tiles
 from .sized import Prepared, launches_of, passes_of_x
 
 __all__ = ["Kind", "Static", "mode_views", "prepare"]
@@ -48,8 +49,7 @@ class Static:
         self.kind, self.shape = kind, shape
         self.forward_floats = 5 * rows + n * k + 2 * k * c + k
         self.backward_floats = 6 * rows + 2 * k * c + n * k
-        self.most = sized.waiting(shape)
-        moments, summing, writing = (tiles(shape, name, self.most) for name in PASSES)
+        moments, summing, writing = (tiles(shape, name) for name in PASSES)
         self.parted = summing.splits * 2 * rows if summing.splits > 1 else 0
         sizes = (
             n, c, rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits, shape.unit
@@ -59,7 +59,7 @@ class Static:
         ends = (min(power(n), _SAMPLES), _COLUMNS, min(power(c), max(16, _TILE // width)), BLOCK, k, width)
         affine = (kind.shared, kind.second, kind.act, kind.residual)
         blocks = ceil(c, _COLUMNS)
-        self.meet = self.most > 0
+        self.meet = DIRECT and one_launch() and rows * shape.s <= sized.WHOLE
         programs = (
             summing.programs, ceil(rows, JOINED) if self.parted else 0, n, blocks, writing.programs
         )  # fmt: skip

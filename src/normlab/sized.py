@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import batch_kernels, whole_kernels
-from .backend import chosen_launches
+from .backend import one_launch
 from .launch import (
     BLOCK,
     DIRECT,
@@ -24,17 +24,7 @@ from .launch import (
     tiles,
 )
 
-__all__ = [
-    "WHOLE",
-    "Kind",
-    "PassesOfX",
-    "Prepared",
-    "Static",
-    "launches_of",
-    "passes_of_x",
-    "prepare",
-    "waiting",
-]
+__all__ = ["WHOLE", "Kind", "PassesOfX", "Prepared", "Static", "launches_of", "passes_of_x", "prepare"]
 
 # What the kernels of batch norm take of a call: no segments, labels and mixtures.
 _FORWARD = ((*range(9), *range(13, 17)), (0, 1, 7))
@@ -48,18 +38,6 @@ _SAMPLES, _MANY = 32, 128
 # Elements of x up to which one launch does everything. The time of larger inputs is the device's, and as many programs
 # as each pass likes serve it better.
 WHOLE = 1 << 24
-# Likewise where processes share the device, and the programs of each launch that then wait for each other: those of 16
-# processes fit it beside each other.
-_OF_FEW, _FEW = 1 << 20, 8
-_ALL = 1 << 20  # as many as the device holds at once, which a launch finds out when it is compiled
-
-
-def waiting(shape: Shape) -> int:
-    """How many programs at most wait for each other in the one launch of such an input; 0: it takes a launch a pass."""
-    elements, how = shape.rows * shape.s, chosen_launches()
-    if not DIRECT or how == "several" or elements > (WHOLE if how == "one" else _OF_FEW):
-        return 0
-    return _FEW if how == "few" else _ALL
 
 
 class Kind(NamedTuple):
@@ -120,10 +98,9 @@ class Static:
         self.backward_floats = (
             6 * rows + 2 * self.sample_cells + 2 * self.batch_cells + 2 * affine_programs * kind.logits
         )
-        self.most = waiting(shape)
-        moments, summing, writing = (tiles(shape, name, self.most) for name in PASSES)
+        moments, summing, writing = (tiles(shape, name) for name in PASSES)
         self.parted = summing.splits * 2 * rows if summing.splits > 1 else 0
-        self.meet = self.most > 0
+        self.meet = DIRECT and one_launch() and rows * shape.s <= WHOLE
         mixed = kind.own or has_sample or kind.mixed or kind.segments > 1 or kind.renorm
         if has_batch and not mixed and batch_groups == c == width and kind.second in (0, 1):
             self._of_channels(moments, summing, writing)
@@ -242,8 +219,7 @@ def launches_of(
     device = static.shape.device
     if static.meet:
         first, stop = wanted[0], wanted[-1] + 1
-        number = min(max(programs), static.most)
-        return [Launch(kernel, number, (*fixed, first, stop, True), device, True, takes)]
+        return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, True, takes)]
     return [
         found
         if alone is not None and (found := alone.get(k)) is not None
@@ -265,7 +241,7 @@ class Prepared:
         self._statics: dict[Any, Static] = {}
 
     def static(self, types: tuple[torch.dtype, ...], places: Sequence[int]) -> Static:
-        key = (types, tuple([p & 15 == 0 for p in places]), chosen_launches())
+        key = (types, tuple([p & 15 == 0 for p in places]), one_launch())
         found = self._statics.get(key)
         if found is None:
             found = self._statics[key] = self._make(self.kind)

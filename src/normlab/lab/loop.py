@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import calibrate, importance
 from .._text import check_model
-from ..backend import backend, chosen_launches
+from ..backend import backend
 from ..layers import Norm
 from ..reference import widest
 from .data import check_data
@@ -119,7 +119,7 @@ def fit(
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
     captured = settings.capture and device.type == "cuda" and ranks.world == 1
-    several = backend(launches="several") if captured and chosen_launches() == "one" else nullcontext()
+    several = backend(launches="several") if captured else nullcontext()
     with arithmetic(settings.precision), _own_random_numbers(device), several:
         trainer = _Trainer(model, recipe, ctx, watch, ranks)
         history = ranks.given(lambda: trainer.resume(folder))

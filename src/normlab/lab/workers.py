@@ -177,7 +177,7 @@ class _Worker:
         paths = os.pathsep.join(p for p in sys.path if p)
         environment = {**os.environ, **own, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(crew.threads)}
         if crew.shares:  # programs of a launch that wait for each other must all be running
-            environment.setdefault("NORMLAB_LAUNCHES", "several")
+            environment["NORMLAB_LAUNCHES"] = "several"
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.workers", device], env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .. import host, modes, positions, running
 from ..activation import ACTIVATIONS, LEAK
-from ..backend import chosen_launches, triton_is_forced
+from ..backend import one_launch, triton_is_forced
 from ..engine import Coefficients, Moments, Rows, Rule, must_trace
 from ..fused import Affine, Given, batch_views, bounds_of, closed_call, run
 from ..launch import dense, shape_of
@@ -129,9 +129,7 @@ class Ready:
         known = layer._ready
         if not self.again:  # what runs again takes the way that it took, though the host path be built since
             known.by_torch = (
-                chosen_launches() == "one"
-                and not triton_is_forced()
-                and host.library(self.kind.shape.device) is None
+                one_launch() and not triton_is_forced() and host.library(self.kind.shape.device) is None
             )
         return known.by_torch
 
