@@ -156,6 +156,7 @@ def test_weights_that_are_cast_at_once_are_put_back():
         {},
         {"norm": "switchable", "best": "test", "warmup": 1},
         {"norm": "batch_group(4)", "ema": 0.9},
+        {"norm": "switchable(moving_average=False)"},
         {"norm": "torch", "ema": 0.9, "best": "test"},
         {"optimizer": "adamw", "accumulate": 2, "clip": 0.1},
         {"norm": "sparse_switchable", "epochs": 6},
@@ -341,6 +342,22 @@ def test_averaged_weights_are_averages_with_statistics_of_their_own():
         torch.testing.assert_close(buffer, dict(model.named_buffers())[name], msg=name)
     last = Classify().evaluate(model.eval(), context(settings, data))
     assert last["test_loss"] == pytest.approx(history.epochs[-1]["test_loss"])
+
+
+@pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)"])
+def test_layers_that_average_all_batches_are_tested_with_statistics_of_the_weights_as_they_are(norm):
+    settings, data = replace(TINY, norm=norm, epochs=2, augment=False), tiny_data()
+    model, history = trained(settings, data)
+    order = torch.randperm(44, generator=generator(0, "order", 1))
+    fresh = model_of(settings, data)
+    fresh.load_state_dict(model.state_dict())
+    normlab.calibrate(fresh, [(data.train.x[i].float() / 255) for i in order.split(8)])
+    for name, buffer in fresh.named_buffers():
+        torch.testing.assert_close(buffer, dict(model.named_buffers())[name], msg=name)
+    last = Classify().evaluate(model.eval(), context(settings, data))
+    assert last["test_loss"] == pytest.approx(history.epochs[-1]["test_loss"])
+    with pytest.raises(LabError, match=r"average all batches .* attacked images"):
+        trained(replace(settings, recipe="adversarial(eps=4/255, units=pixels, steps=1)"), data)
 
 
 def test_statistics_of_torch_layers_are_estimated_too():

@@ -50,7 +50,7 @@ __all__ = ["History", "Watcher", "arithmetic", "fit", "load_weights"]
 _BLOCK = (
     1 << 26
 )  # bytes of images gathered and augmented at once: the order of draws, so part of a run's numbers
-_CALIBRATION = 50  # batches for the statistics of averaged weights
+_CALIBRATION = 50  # batches for statistics that are estimated anew
 
 
 @dataclass
@@ -327,23 +327,25 @@ class _Trainer:
     # What is tested and kept
 
     def _tested_model(self, epoch: int) -> nn.Module:
-        """The averaged model if there is one, with statistics of its own.
+        """The averaged model if there is one, with running statistics that describe the weights it has now.
 
-        The live model's running statistics describe the live weights' activations. Averaged weights have others, so
-        theirs are estimated anew, on training images as they are trained on.
+        Running statistics follow the live weights. Averaged weights have other activations, and layers that average all
+        batches alike remember weights of long ago: theirs are estimated anew, on images as they are trained on.
         """
-        if self.averaged is None:
-            return self.model
-        for mine, live in zip(self.averaged.buffers(), self.model.buffers(), strict=True):
-            mine.copy_(live)
+        tested = self.model if self.averaged is None else self.averaged
+        if self.averaged is not None:
+            for mine, live in zip(self.averaged.buffers(), self.model.buffers(), strict=True):
+                mine.copy_(live)
+        elif not any(isinstance(m, Norm) and m.averages_all_batches for m in self.model.modules()):
+            return tested
         batches = zip(range(_CALIBRATION), self._batches(epoch), strict=False)
         own = (self._own(batch) for _, batch in batches)
         loader = (batch for batch, share in own if share.images or self.sync)
-        with self.ranks.synced(self.averaged, self.sync):
-            estimate_statistics(self.averaged, loader, lambda m, batch: self.recipe.show(m, batch, self.ctx))
+        with self.ranks.synced(tested, self.sync):
+            estimate_statistics(tested, loader, lambda m, batch: self.recipe.show(m, batch, self.ctx))
         if not self.sync:
-            self.ranks.average_statistics(self.averaged)
-        return self.averaged
+            self.ranks.average_statistics(tested)
+        return tested
 
     def _pixels(self, batch: Batch) -> Batch:
         """The images of a batch as floats, in the layout that is trained in."""

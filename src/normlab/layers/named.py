@@ -168,8 +168,8 @@ class SwitchNorm(Norm):
         pools: any pools; without ``"batch"`` for batches of one image.
         last_gamma: start the weight at zero, for the last norm of a residual block.
         groups: channel groups with mixture weights of their own (group SN).
-        moving_average: False tracks the average of all batches with the total variance; :func:`normlab.calibrate`
-            re-estimates it in one go.
+        moving_average: False tracks the average of all batches since the start with the total variance. Those of old
+            weights are among them: run :func:`normlab.calibrate` before evaluating.
     """
 
     _pools: tuple[str, ...] = ("instance", "layer", "batch")

@@ -94,7 +94,7 @@ class Recipe:
         return Batch(augment(x, ctx.data, generator) if ctx.settings.augment else x, y)
 
     def show(self, model: nn.Module, batch: Batch, ctx: Context) -> None:
-        """Run a batch through the model as training does, where statistics of averaged weights are estimated."""
+        """Run a batch through the model as training does, where statistics are estimated anew."""
         model(batch.x)
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import nearest
+from ...layers import Norm
 from ..attacks import KINDS, Attack
 from ..errors import LabError
 from ..predict import Score, counted, score_under
@@ -172,10 +173,18 @@ class Adversarial(Classify):
         return super().evaluate(model, ctx) | own
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
-        if ctx.settings.ema:
-            raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
+        check_statistics(model, ctx)
         self.adversary.check(ctx.data)
         return super().phases(model, ctx)
+
+
+def check_statistics(model: nn.Module, ctx: Context) -> None:
+    """Statistics that are estimated anew before a test are those of images as they are, not of attacked ones."""
+    if ctx.settings.ema:
+        raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
+    if any(isinstance(m, Norm) and m.averages_all_batches for m in model.modules()):
+        raise LabError("layers that average all batches (moving_average=False, momentum=None) have no statistics of "
+                       "attacked images under the weights of an epoch; take a moving average")  # fmt: skip
 
 
 def make(given: Mapping[str, str]) -> Adversarial:

@@ -29,7 +29,7 @@ from ..mixing import branches_of
 from ..predict import check_logits
 from ..texts import flag
 from . import Batch, Context, Phase
-from .adversarial import Adversary, attacked_score, parse_adversary
+from .adversarial import Adversary, attacked_score, check_statistics, parse_adversary
 from .classify import Classify
 from .makers import Maker, Part, check_maker, cross_entropy, made, parse_maker
 
@@ -172,12 +172,11 @@ class TwoStreams(Classify):
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         self.check(model)
-        settings = ctx.settings
-        if not settings.augment:
+        if not ctx.settings.augment:
             raise LabError("of two streams the makers say how images are changed; leave augment as it is and write "
                            f"{self.streams[0].branch}=identity for images as they are")  # fmt: skip
-        if settings.ema and any(s.adversary for s in self.streams):
-            raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
+        if any(s.adversary for s in self.streams):
+            check_statistics(model, ctx)
         for stream in self.streams:
             if stream.adversary is not None:
                 stream.adversary.check(ctx.data)

@@ -44,8 +44,8 @@ def _note(ctx: Context) -> str:
         return (
             "ResNet-20 on CIFAR-10, 30 epochs of a cosine learning rate, in place of ResNet-50 on ImageNet, 120 epochs "
             "in steps: 8 workers as one batch with ghost statistics of a worker's samples, learning rate 0.1 for 256 "
-            "images in proportion, weight decay 1e-4 on everything. The paper's figures are ImageNet's; the direction "
-            "can be compared."
+            "images in proportion, weight decay 1e-4 on everything, convolutions in bfloat16. The paper's figures are "
+            "ImageNet's; the direction can be compared."
         )
     return (
         "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, 4 workers as one batch with ghost "

@@ -64,8 +64,7 @@ def _table_2(ctx: Context) -> Outcome:
     weights = _importance(cells, sizes)
     note = (
         "ResNet-20 on CIFAR-10, 30 epochs of a cosine learning rate, in place of ResNet-50 on ImageNet, 100 epochs in "
-        "steps. The paper's figures are "
-        "ImageNet's; the direction can be compared."
+        "steps; convolutions in bfloat16. The paper's figures are ImageNet's; the direction can be compared."
         if ctx.scale == "full"
         else "Default scale: four convolutions on 2,000 digits of mnist5k, 4 epochs, in place of ResNet-50 on "
         "ImageNet. What can be compared is at most the direction; --full trains a CIFAR ResNet."
@@ -126,7 +125,8 @@ def _variants(cells: Cells, size: Workers) -> Comparison:
         "Variants of switchable norm",
         rows,
         f"Ours are at {_name(size)}, the paper's figures ImageNet's at (8, 32). Its sparse SN is hardened and "
-        "fine-tuned; ours is trained by SparsestMax, which becomes one-hot on the way.",
+        "fine-tuned; ours is trained by SparsestMax, which becomes one-hot on the way. The batch average is that of 50 "
+        "training batches under the weights of the epoch.",
     )
 
 
