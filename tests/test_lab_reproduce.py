@@ -687,3 +687,27 @@ def test_tables_5_and_10_at_the_papers_scale_on_local_weights(tmp_path, monkeypa
         assert any(r.paper is not None for r in rows) and all(0 <= r.mean <= 100 for r in rows)
     assert {r.column for r in outcome.comparisons[0].rows} == {f"on {n}" for n in asked}
     assert replace(outcome.comparisons[0].rows[0]).paper == 1.2
+
+
+def test_entries_of_one_folder_leave_each_other_s_files_alone(tmp_path, monkeypatch):
+    """The first has the plain names; again, each writes over its own."""
+    from matplotlib.figure import Figure
+
+    def entry(name):
+        def run_it(ctx):
+            figure = Figure()
+            figure.suptitle(f"of {name}")
+            return base.Outcome([], [base.save_figure(figure, ctx, "sizes")])
+
+        return base.Entry(name, "", f"Paper {name}", "", 1, "", run_it)
+
+    monkeypatch.setattr(reproduce, "entries", lambda: {name: entry(name) for name in ("one", "two")})
+    for name in ("one", "two", "one", "two"):
+        found = reproduce.run(name, tmp_path, device="cpu")
+        assert f"of {name}" in found.figures[0].with_suffix(".svg").read_text()
+    stems = {"sizes": ("svg", "png"), "comparison": ("json",), "report": ("html",)}
+    expected = {
+        f"{stem}{own}.{kind}" for stem, kinds in stems.items() for kind in kinds for own in ("", "-two")
+    }
+    assert {p.name for p in tmp_path.iterdir()} == expected
+    assert "of one" in (tmp_path / "sizes.svg").read_text()

@@ -98,6 +98,7 @@ def run(
         capture,
         epochs,
         processes,
+        "" if _named(Path(folder)) in (None, name) else f"-{name}",
     )
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
@@ -118,7 +119,7 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
     """The comparison as JSON, and the page; in a folder of another entry, under names of their own."""
     from ..report import write_report
 
-    folder, suffix = ctx.folder, "" if _named(ctx.folder) in (None, entry.name) else f"-{entry.name}"
+    folder, suffix = ctx.folder, ctx.suffix
     about = {
         "name": entry.name, "source": entry.source, "scale": ctx.scale, "epochs": ctx.epochs, "versions": versions(),
         "comparisons": [asdict(c) for c in outcome.comparisons], "figures": [f.name for f in outcome.figures],

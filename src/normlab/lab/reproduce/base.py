@@ -56,6 +56,7 @@ class Context:
     capture: bool | None = None  # CUDA graphs; None: on CUDA
     epochs: int | None = None  # in place of those of the scale
     processes: int | None = None  # cells that are trained at once; None: one
+    suffix: str = ""  # of the names of what is written, in a folder of another entry
     asked: list[Settings] = field(default_factory=list)  # every cell that ``only`` was asked about
 
     @property
@@ -188,8 +189,8 @@ def _place(folder: Path, key: Mapping[str, Any]) -> tuple[Path, Any]:
     return folder / f"{name}.json", plain
 
 
-def save_figure(figure: Figure, folder: Path, name: str) -> Path:
-    """``name``.svg and ``name``.png in ``folder``; the figure is closed. Returns the PNG."""
+def save_figure(figure: Figure, ctx: Context, name: str) -> Path:
+    """``name``.svg and ``name``.png in the folder; the figure is closed. Returns the PNG."""
     import io
 
     import matplotlib.pyplot as plt
@@ -201,6 +202,6 @@ def save_figure(figure: Figure, folder: Path, name: str) -> Path:
         # No date inside: the same results give the same file.
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=130, metadata=metadata)
-        write_atomic(folder / f"{name}.{kind}", buffer.getvalue())
+        write_atomic(ctx.folder / f"{name}{ctx.suffix}.{kind}", buffer.getvalue())
     plt.close(figure)
-    return folder / f"{name}.png"
+    return ctx.folder / f"{name}{ctx.suffix}.png"

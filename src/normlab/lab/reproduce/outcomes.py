@@ -43,7 +43,7 @@ def table(
 ) -> Outcome:
     """The outcome of a table: the comparison, drawn, and whatever else was found."""
     comparison = Comparison(title, rows, note + missing(*cells))
-    pictures = [save_figure(draw_rows(comparison), ctx.folder, name)] if rows else []
+    pictures = [save_figure(draw_rows(comparison), ctx, name)] if rows else []
     return Outcome([comparison, *more], [*pictures, *figures], joined(ctx, *cells))
 
 

@@ -73,7 +73,7 @@ def _table_1(ctx: Context) -> Outcome:
     rows = [row for line in lines.values() for row in line.values()]
     ticks = {log2(g): str(g) for g in groups}
     picture = levels([Levels("batch group norm", "groups", "accuracy (%)", lines, ticks)])
-    drawn = [save_figure(picture, ctx.folder, "groups")] if rows else []
+    drawn = [save_figure(picture, ctx, "groups")] if rows else []
     return table(ctx, "table1", "Table 1: number of groups", rows, _note(ctx), [cells], figures=drawn)
 
 
@@ -92,7 +92,7 @@ def _table_2(ctx: Context) -> Outcome:
     ticks = {log2(n): str(n) for n in samples}
     title = "accuracy against batch size"
     picture = levels([Levels(title, "samples a worker", "accuracy (%)", lines, ticks)])
-    drawn = [save_figure(picture, ctx.folder, "sizes")] if rows else []
+    drawn = [save_figure(picture, ctx, "sizes")] if rows else []
     said = (
         f" BGN has {words([groups[n] for n in samples])} groups at {words(samples)} samples a worker. "
         f"{group_words(ctx)} BRN and SN are not in the paper's table. PN's other figures are not legible."

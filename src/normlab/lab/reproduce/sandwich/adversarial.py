@@ -165,7 +165,7 @@ def _losses(ctx: Context, cells: Cells) -> list[Path]:
                 gap.setdefault(case.label, []).append((epochs, apart))
         if lines:
             panels += [(title, "epoch", "loss", lines), (f"{title}: test - training", "epoch", "loss", gap)]
-    return [save_figure(curves(panels), ctx.folder, "losses")] if panels else []
+    return [save_figure(curves(panels), ctx, "losses")] if panels else []
 
 
 def _capv(ctx: Context, cells: Cells) -> tuple[Comparison, list[Path]]:
@@ -192,7 +192,7 @@ def _capv(ctx: Context, cells: Cells) -> tuple[Comparison, list[Path]]:
         if own := lines.get(case.label):
             means = [1000 * sum(values) / len(values) for _, values in own]
             rows.append(compared(case.label, "mean over layers, x 1000", None, means))
-    drawn = [save_figure(curves([("CAPV", "layer", "variance", lines)]), ctx.folder, "capv")] if lines else []
+    drawn = [save_figure(curves([("CAPV", "layer", "variance", lines)]), ctx, "capv")] if lines else []
     said = (
         "Variance (divided by two) over the branches of a layer's mean scale; the paper has it as a picture."
     )

@@ -79,7 +79,7 @@ def _table_2(ctx: Context) -> Outcome:
     return table(
         ctx, "table2", "Table 2: (workers, samples a worker)", list(found.values()), note, [cells, variants],
         more=[of_weights, _variants(variants, sizes[0])],
-        figures=[save_figure(_draw(found, weights, sizes), ctx.folder, "sizes")] if found else [],
+        figures=[save_figure(_draw(found, weights, sizes), ctx, "sizes")] if found else [],
     )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def _figure_3(ctx: Context) -> Outcome:
             ("clean accuracy", "weight of the auxiliary branch", "accuracy (%)", lines["clean"]),
             ("corruption error, lower is better", "weight of the auxiliary branch", "uCE (%)", lines["uCE"]),
         ]
-        pictures.append(save_figure(curves(panels), ctx.folder, "fig3"))
+        pictures.append(save_figure(curves(panels), ctx, "fig3"))
     beside, others = _beside(ctx, clean["probabilities"], noisy["probabilities"], seeds)
     first = Comparison("Figure 3: between the branches", rows, note(ctx, WRN) + said + missing(cells))
     second = Comparison(
@@ -151,7 +151,7 @@ def _figure_4(ctx: Context) -> Outcome:
         for label, t in texts.items()
         if (found := _record(cells, case, t))
     }
-    pictures = [save_figure(_maps(maps), ctx.folder, "fig4")] if maps else []
+    pictures = [save_figure(_maps(maps), ctx, "fig4")] if maps else []
     said = f" Waves of l-2 norm 8 a channel, {n:,} test images; the figure has no printed numbers."
     table = Comparison(
         "Figure 4: sensitivity to each frequency", rows, note(ctx, WRN) + said + missing(cells)
@@ -202,7 +202,7 @@ def _figure_5(ctx: Context) -> Outcome:
         chosen = [b for b in (8, 16, max(at[0])) if b in at[0]] if at else []
         rows += [compared(label, f"band {b:g}", None, [own[b] for own in at]) for b in chosen]
     panel = ("low-pass filtered images", "bandwidth kept", "accuracy (%)", lines)
-    pictures = [save_figure(curves([panel]), ctx.folder, "fig5")] if rows else []
+    pictures = [save_figure(curves([panel]), ctx, "fig5")] if rows else []
     said = f" {n} test images; Weak Augment by the weight of its auxiliary branch. The figure has no printed numbers."
     table = Comparison("Figure 5: low frequencies alone", rows, note(ctx, WRN) + said + missing(one, two))
     return Outcome([table], pictures, joined(ctx, one, two))
