@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,17 @@ def scale_of(found: dict[str, Any]) -> str:
 
 
 def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
-    """Every cell of the comparisons that a folder holds, with the device and versions that they were computed with."""
-    first = next(iter(sorted(folder.glob("runs/*/results.jsonl"))), None)
-    record = {} if first is None else json.loads(first.read_text().splitlines()[0])
-    place = machine(record.get("device", "CPU"), commit)
+    """Every cell of the comparisons that a folder holds, with its devices and the versions of most of its runs."""
+    records = [
+        json.loads(file.read_text().splitlines()[0]) for file in sorted(folder.glob("runs/*/results.jsonl"))
+    ]
+    devices = Counter(record.get("device", "CPU") for record in records).most_common()
+    device = (
+        "; ".join(f"{name} ({n} run{'s' * (n > 1)})" for name, n in devices) if len(devices) > 1 else None
+    )
+    usual = devices[0][0] if devices else "CPU"
+    record = next((r for r in records if r.get("device", "CPU") == usual), {})
+    place = machine(device or usual, commit)
     comparisons = [json.loads(file.read_text()) for file in sorted(folder.glob("comparison*.json"))]
     if not comparisons:
         raise SystemExit(f"{folder} holds no comparison.json of `normlab reproduce`")
