@@ -28,10 +28,9 @@ def scale_of(found: dict[str, Any]) -> str:
 
 
 def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
-    """Every cell of the comparisons that a folder holds, with its devices and the versions of most of its runs."""
-    records = [
-        json.loads(file.read_text().splitlines()[0]) for file in sorted(folder.glob("runs/*/results.jsonl"))
-    ]
+    """Every cell of the comparisons that a folder holds, with its runs' devices and the versions on the usual one."""
+    files = (file.read_text().splitlines() for file in sorted(folder.glob("runs/*/results.jsonl")))
+    records = [json.loads(lines[0]) for lines in files if lines]
     devices = Counter(record.get("device", "CPU") for record in records).most_common()
     device = (
         "; ".join(f"{name} ({n} run{'s' * (n > 1)})" for name, n in devices) if len(devices) > 1 else None

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import normlab
+from normlab.calibrate import averaging, estimate
 from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint, quick
 from normlab.lab import loop as loop_module
 from normlab.lab.loop import estimate_statistics, learning_rate
@@ -358,6 +359,22 @@ def test_layers_that_average_all_batches_are_tested_with_statistics_of_the_weigh
     assert last["test_loss"] == pytest.approx(history.epochs[-1]["test_loss"])
     with pytest.raises(LabError, match=r"average all batches .* attacked images"):
         trained(replace(settings, recipe="adversarial(eps=4/255, units=pixels, steps=1)"), data)
+
+
+def test_only_what_averages_all_batches_is_estimated_anew():
+    """Not a moving average, nor what is frozen, nor batch renorm, which trains by its statistics and its count."""
+    model = torch.nn.Sequential(
+        normlab.BatchNorm2d(3, momentum=None), normlab.BatchNorm2d(3), normlab.BatchNorm2d(3, momentum=None),
+        normlab.BatchRenorm2d(3, momentum=None), torch.nn.BatchNorm2d(3),
+    )  # fmt: skip
+    normlab.frozen(model[2])
+    assert averaging(model) == [model[0]]
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    batches = torch.randn(12, 3, 4, 4).add(7).split(4)
+    estimate(model, averaging(model), batches, lambda m, x: m(x))
+    changed = {n for n, b in model.named_buffers() if not torch.equal(b, before[n])}
+    assert changed == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    torch.testing.assert_close(model[0].running_mean, torch.cat(batches).mean((0, 2, 3)))
 
 
 def test_statistics_of_torch_layers_are_estimated_too():

@@ -18,12 +18,13 @@ from .distributed import gather_statistics, sum_over_ranks
 from .layers.base import Norm
 from .pools import Pooled, Segments
 from .reference import widest
+from .rules import Renorm
 from .running import Policy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Observer", "calibrate"]
+__all__ = ["Observer", "averaging", "calibrate", "estimate"]
 
 
 class Observer:
@@ -128,18 +129,43 @@ def calibrate(
     layers = [m for m in model.modules() if isinstance(m, Norm) and m.track_running_stats]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no normalization layer with running statistics")
+    if batches is not None:
+        loader = (batch for _, batch in zip(range(batches), loader, strict=False))
+    estimate(model, layers, loader, forward or _default_forward, process_group)
+    return model
+
+
+def averaging(model: nn.Module) -> list[Norm]:
+    """Layers whose running statistics are the average of all batches, and so of weights of long ago.
+
+    Without those of batch renorm, which trains by them, and without those that are not to change.
+    """
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, Norm) and m.track_running_stats and m._share() is None and m.policy.update
+        and not isinstance(m.statistics, Renorm)
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def estimate(
+    model: nn.Module,
+    layers: Sequence[Norm],
+    loader: Iterable[Any],
+    run: Callable[[nn.Module, Any], Any],
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Calibrate some layers; the others are in evaluation mode."""
     modes = [(m, m.training) for m in model.modules()]
     before = [layer.policy for layer in layers]
     observers = [Observer() for _ in layers]
-    run = forward or _default_forward
     try:
         model.eval()
         for layer, observer in zip(layers, observers, strict=True):
             layer.policy, layer.observer = Policy(normalize_with="batch", update=True), observer
         seen = 0
         for batch in loader:
-            if batches is not None and seen == batches:
-                break
             run(model, batch)
             seen += 1
         group = process_group
@@ -155,7 +181,6 @@ def calibrate(
             layer.policy, layer.observer = policy, None
         for module, mode in modes:
             module.training = mode
-    return model
 
 
 def _default_forward(model: nn.Module, batch: Any) -> Any:

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import calibrate, importance
 from .._text import check_model
 from ..backend import backend
+from ..calibrate import averaging, estimate
 from ..layers import Norm
 from ..reference import widest
 from .data import check_data
@@ -333,16 +334,24 @@ class _Trainer:
         batches alike remember weights of long ago: theirs are estimated anew, on images as they are trained on.
         """
         tested = self.model if self.averaged is None else self.averaged
+        layers = averaging(self.model)
         if self.averaged is not None:
             for mine, live in zip(self.averaged.buffers(), self.model.buffers(), strict=True):
                 mine.copy_(live)
-        elif not any(isinstance(m, Norm) and m.averages_all_batches for m in self.model.modules()):
+        elif not layers:
             return tested
         batches = zip(range(_CALIBRATION), self._batches(epoch), strict=False)
         own = (self._own(batch) for _, batch in batches)
         loader = (batch for batch, share in own if share.images or self.sync)
+
+        def show(model: nn.Module, batch: Batch) -> None:
+            self.recipe.show(model, batch, self.ctx)
+
         with self.ranks.synced(tested, self.sync):
-            estimate_statistics(tested, loader, lambda m, batch: self.recipe.show(m, batch, self.ctx))
+            if self.averaged is None:
+                estimate(tested, layers, loader, show)
+            else:
+                estimate_statistics(tested, loader, show)
         if not self.sync:
             self.ranks.average_statistics(tested)
         return tested

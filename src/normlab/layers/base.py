@@ -645,11 +645,6 @@ class Norm(nn.Module):
             mean, var, batches = mean[branch], var[branch], batches[branch]
         return Update(mean, var, batches, momentum)
 
-    @property
-    def averages_all_batches(self) -> bool:
-        """Whether running statistics are the average of all batches, each as much as the others (``momentum=None``)."""
-        return self.track_running_stats and self._share() is None
-
     def _share(self) -> float | None:
         average = isinstance(self.statistics, Mixture) and self.statistics.average == "batch"
         return None if average else self.momentum

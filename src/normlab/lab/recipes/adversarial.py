@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import nearest
-from ...layers import Norm
+from ...calibrate import averaging
 from ..attacks import KINDS, Attack
 from ..errors import LabError
 from ..predict import Score, counted, score_under
@@ -182,7 +182,7 @@ def check_statistics(model: nn.Module, ctx: Context) -> None:
     """Statistics that are estimated anew before a test are those of images as they are, not of attacked ones."""
     if ctx.settings.ema:
         raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
-    if any(isinstance(m, Norm) and m.averages_all_batches for m in model.modules()):
+    if averaging(model):
         raise LabError("layers that average all batches (moving_average=False, momentum=None) have no statistics of "
                        "attacked images under the weights of an epoch; take a moving average")  # fmt: skip
 

@@ -98,7 +98,7 @@ def run(
         capture,
         epochs,
         processes,
-        "" if _named(Path(folder)) in (None, name) else f"-{name}",
+        name,
     )
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
@@ -137,14 +137,6 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
         + (f" --epochs {ctx.epochs}" if ctx.epochs else ""),
     )
     return replace(outcome, report=page)
-
-
-def _named(folder: Path) -> str | None:
-    """The entry whose comparison the folder holds."""
-    try:
-        return json.loads((folder / "comparison.json").read_text())["name"]
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def parse_only(text: str) -> dict[str, str]:

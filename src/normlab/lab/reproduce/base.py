@@ -56,8 +56,17 @@ class Context:
     capture: bool | None = None  # CUDA graphs; None: on CUDA
     epochs: int | None = None  # in place of those of the scale
     processes: int | None = None  # cells that are trained at once; None: one
-    suffix: str = ""  # of the names of what is written, in a folder of another entry
+    entry: str | None = None  # by name
     asked: list[Settings] = field(default_factory=list)  # every cell that ``only`` was asked about
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of what is written, where the folder holds another entry's comparison already."""
+        try:
+            found = json.loads((self.folder / "comparison.json").read_text())["name"]
+        except (OSError, ValueError, KeyError):
+            return ""
+        return "" if self.entry in (None, found) else f"-{self.entry}"
 
     @property
     def place(self) -> str:
@@ -197,11 +206,12 @@ def save_figure(figure: Figure, ctx: Context, name: str) -> Path:
 
     figure.draw_without_rendering()  # lays it out; otherwise each format would again
     figure.set_layout_engine("none")
+    stem = f"{name}{ctx.suffix}"
     for kind in ("svg", "png"):
         buffer = io.BytesIO()
         # No date inside: the same results give the same file.
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=130, metadata=metadata)
-        write_atomic(ctx.folder / f"{name}{ctx.suffix}.{kind}", buffer.getvalue())
+        write_atomic(ctx.folder / f"{stem}.{kind}", buffer.getvalue())
     plt.close(figure)
-    return ctx.folder / f"{name}{ctx.suffix}.png"
+    return ctx.folder / f"{stem}.png"
