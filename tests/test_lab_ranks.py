@@ -215,7 +215,8 @@ def test_two_ranks_train_as_one_process_does(two, name):
 @pytest.mark.parametrize("name", GHOSTS)
 def test_ranks_on_their_own_are_ghost_batches(two, name):
     ghosts = trained(streams_of(BASE, GHOSTS[name][1]), data(40))
-    compare([seen["ghosts", name] for seen in two], ghosts)
+    # Where statistics are estimated anew, every rank's batches count; nothing is weighed by that.
+    compare([seen["ghosts", name] for seen in two], ghosts, batches=name != "switchable")
     whole = trained(streams_of(BASE, GHOSTS[name][0]), data(40))
     assert whole["epochs"][-1]["loss"] != pytest.approx(ghosts["epochs"][-1]["loss"], rel=1e-3)
 
