@@ -313,6 +313,18 @@ def context(settings, data):
     return Context(settings, data, torch.device("cpu"), torch.Generator())
 
 
+def has_statistics_of_its_weights(model, history, settings, data):
+    """Those of the images of the last epoch, and it was tested with them."""
+    order = torch.randperm(44, generator=generator(0, "order", settings.epochs - 1))
+    fresh = model_of(settings, data)
+    fresh.load_state_dict(model.state_dict())
+    normlab.calibrate(fresh, [(data.train.x[i].float() / 255) for i in order.split(8)])
+    for name, buffer in fresh.named_buffers():
+        torch.testing.assert_close(buffer, dict(model.named_buffers())[name], msg=name)
+    last = Classify().evaluate(model.eval(), context(settings, data))
+    assert last["test_loss"] == pytest.approx(history.epochs[-1]["test_loss"])
+
+
 def test_averaged_weights_are_averages_with_statistics_of_their_own():
     """Averages by the formula from the weights after each step; statistics are those of the averaged network."""
     settings, data = replace(TINY, ema=0.9, epochs=1, augment=False), tiny_data()
@@ -335,28 +347,14 @@ def test_averaged_weights_are_averages_with_statistics_of_their_own():
         average = [decay * a + (1 - decay) * w for a, w in zip(average, weights, strict=True)]
     for mine, formula in zip(model.parameters(), average, strict=True):
         torch.testing.assert_close(mine, formula)
-    order = torch.randperm(44, generator=generator(0, "order", 0))
-    fresh = model_of(settings, data)
-    fresh.load_state_dict(model.state_dict())
-    normlab.calibrate(fresh, [(data.train.x[i].float() / 255) for i in order.split(8)])
-    for name, buffer in fresh.named_buffers():
-        torch.testing.assert_close(buffer, dict(model.named_buffers())[name], msg=name)
-    last = Classify().evaluate(model.eval(), context(settings, data))
-    assert last["test_loss"] == pytest.approx(history.epochs[-1]["test_loss"])
+    has_statistics_of_its_weights(model, history, settings, data)
 
 
 @pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)"])
 def test_layers_that_average_all_batches_are_tested_with_statistics_of_the_weights_as_they_are(norm):
     settings, data = replace(TINY, norm=norm, epochs=2, augment=False), tiny_data()
     model, history = trained(settings, data)
-    order = torch.randperm(44, generator=generator(0, "order", 1))
-    fresh = model_of(settings, data)
-    fresh.load_state_dict(model.state_dict())
-    normlab.calibrate(fresh, [(data.train.x[i].float() / 255) for i in order.split(8)])
-    for name, buffer in fresh.named_buffers():
-        torch.testing.assert_close(buffer, dict(model.named_buffers())[name], msg=name)
-    last = Classify().evaluate(model.eval(), context(settings, data))
-    assert last["test_loss"] == pytest.approx(history.epochs[-1]["test_loss"])
+    has_statistics_of_its_weights(model, history, settings, data)
     with pytest.raises(LabError, match=r"average all batches .* attacked images"):
         trained(replace(settings, recipe="adversarial(eps=4/255, units=pixels, steps=1)"), data)
 
