@@ -529,6 +529,7 @@ def test_tensorboard_is_a_log_or_a_sentence(tmp_path, monkeypatch):
             for n in ("none", "batch", "torch", "switchable", "batch_group(8)", "sparse_switchable")
         ),
         {"norm": "switchable(ghost=4)"},
+        {"norm": "switchable(moving_average=False)", "ema": 0.0},
         {"optimizer": "adam"},
         {"optimizer": "adamw", "clip": 0.1, "precision": "bf16", "channels_last": True},
         {"optimizer": "adam", "recipe": "adversarial(eps=4/255, units=pixels, steps=2)", "ema": 0.0},

@@ -152,9 +152,8 @@ _spare: dict[int, _Spare] = {}
 def _of_graphs(device: int) -> None:
     """See to it that there are counters for graphs, before one is captured: zero, whatever stream it is replayed on."""
     if device not in _spare:
-        memory = torch.zeros(1 << 16, dtype=torch.int64).to(
-            f"cuda:{device}"
-        )  # waits, unlike zeros made there
+        # A copy is waited for, unlike zeros that are made there.
+        memory = torch.zeros(1 << 16, dtype=torch.int64).to(f"cuda:{device}")
         first, step = memory.data_ptr(), 16  # as kernels are compiled for
         places = iter(range(first, first + 8 * memory.numel(), step))
         _spare.setdefault(device, _Spare(memory, places))  # another thread may have come first
