@@ -55,6 +55,8 @@ LISTED = [
     "mode",
     "adaptive_instance",
     "positional",
+    "ghost",
+    "own_rule",
 ]
 Step = Callable[[], object]
 CONTEXT = multiprocessing.get_context("spawn")
