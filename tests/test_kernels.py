@@ -632,7 +632,8 @@ def few_channels(monkeypatch: pytest.MonkeyPatch):
     from normlab import positions
 
     positions.prepare.cache_clear()
-    monkeypatch.setattr(positions, "_TILE", 64)
+    monkeypatch.setattr(positions, "_WHOLE", dict.fromkeys((True, False), 16))
+    monkeypatch.setattr(positions, "_PART", dict.fromkeys((True, False), positions.Tile(4, 16, 4)))
     monkeypatch.setattr(positions, "_processors", lambda device: 1)
     yield
     positions.prepare.cache_clear()

@@ -1,8 +1,8 @@
 """Positional norm in Triton: a kernel a direction, and one that sums over the programs of backward.
 
-A program takes ``per`` blocks of a sample's positions and all their channels, at once where they are few (SINGLE), else
-block by block. Statistics are those of deviations from the mean, whose own mean is taken off once more: a large mean is
-rounded. Capitals are constexpr. Nothing uses atomics.
+A program takes ``per`` blocks of a sample's positions, each with all channels at once; where these are too many, the
+kernels in parts take them some at a time. Statistics are those of deviations from the mean, whose own mean is taken off
+once more: a large mean is rounded. Capitals are constexpr. Nothing uses atomics.
 """
 
 # Triton's annotations describe its compiler, not Python: names bound under constexpr branches, constants.
@@ -20,53 +20,68 @@ _SIZES = ["per", "chunks"]
 
 
 @triton.jit
-def _places(n, p, c, C, S, LAST: tl.constexpr, FAR: tl.constexpr):
-    """Where a tile ``[BP, BC]`` of sample ``n`` lies. FAR: within the sample, too, beyond what 32 bits hold."""
-    if FAR:
-        p, c = p.to(tl.int64), c.to(tl.int64)
-    at = c[None, :] * S + p[:, None]
+def _known(C, S, LAST: tl.constexpr, UNIT: tl.constexpr):
+    """Channels and positions. One is what lies between neighbours of the other, and a multiple of UNIT, which the
+    compiler must see to read as many elements at once."""
     if LAST:
-        at = p[:, None] * C + c[None, :]
-    return n.to(tl.int64) * C * S + at
+        C = C // UNIT * UNIT
+    else:
+        S = S // UNIT * UNIT
+    return C, S
 
 
 @triton.jit
-def _deviations(x, at, ok, C):
-    """All channels of some positions less their mean, and the sums of squares."""
-    v = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+def _begin(n, block, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr):
+    """The first element of a block of sample ``n``."""
+    if FAR:
+        block = block.to(tl.int64)
+    n = n.to(tl.int64)
+    if LAST:
+        return (n * S + block * BP) * C
+    else:
+        return n * C * S + block * BP
+
+
+@triton.jit
+def _within(c, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr):
+    """Where a tile ``[BP, BC]`` lies, from there. FAR: a sample is larger than what 32 bits count."""
+    p = tl.arange(0, BP)
+    if FAR:
+        c = c.to(tl.int64)
+    if LAST:
+        return p[:, None] * C + c[None, :]
+    else:
+        return c[None, :] * S + p[:, None]
+
+
+@triton.jit
+def _read(x, at, ok):
+    return tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(x, at, value, ok):
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _deviations(v, ok, C):
+    """All channels of some positions less their mean, and the sums of squares. What is not ``ok`` is not zero."""
     d = tl.where(ok, v - (tl.sum(v, 1) / C)[:, None], 0.0)
-    d = tl.where(ok, d - (tl.sum(d, 1) / C)[:, None], 0.0)
-    return d, tl.sum(d * d, 1)
+    off, squares = tl.reduce((d, d * d), 1, _add)
+    off = off / C
+    return d - off[:, None], squares - C * off * off
 
 
 @triton.jit
 def _reciprocal(squares, p_ok, C, eps):
     """Of the deviation; one beyond the last position, where without eps there is nothing to divide by."""
-    return tl.rsqrt(tl.where(p_ok, squares / C + eps, 1.0))
-
-
-@triton.jit
-def _statistics(
-    x, n, p, p_ok, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
-):
-    """Mean, what it was rounded by, and the sums of squares of some positions, block by block."""
-    total = tl.zeros((BP,), tl.float32)
-    for start in range(0, C, BC):
-        c = start + tl.arange(0, BC)
-        ok = p_ok[:, None] & (c < C)[None, :]
-        total += tl.sum(tl.load(x + _places(n, p, c, C, S, LAST, FAR), mask=ok, other=0.0).to(tl.float32), 1)
-    mean = total / C
-    off = tl.zeros((BP,), tl.float32)
-    squares = tl.zeros((BP,), tl.float32)
-    for start in range(0, C, BC):
-        c = start + tl.arange(0, BC)
-        ok = p_ok[:, None] & (c < C)[None, :]
-        v = tl.load(x + _places(n, p, c, C, S, LAST, FAR), mask=ok, other=0.0).to(tl.float32)
-        d = tl.where(ok, v - mean[:, None], 0.0)
-        off += tl.sum(d, 1)
-        squares += tl.sum(d * d, 1)
-    off = off / C
-    return mean, off, squares - C * off * off
+    return tl.rsqrt(tl.where(p_ok, squares / C + eps, 1.0))[:, None]
 
 
 @triton.jit
@@ -83,123 +98,181 @@ def _affine(n, c, C, weight, bias, AFFINE: tl.constexpr, EACH: tl.constexpr):
     return w[None, :], b[None, :]
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def forward(
-    x, y, residual, weight, bias, eps, leak, C, S, per, chunks,
-    LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, SINGLE: tl.constexpr,
-    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0) // chunks
-    first = (tl.program_id(0) % chunks) * per
-    for block in range(first, tl.minimum(first + per, tl.cdiv(S, BP))):
-        p = block * BP + tl.arange(0, BP)
-        p_ok = p < S
-        if not SINGLE:
-            mean, off, squares = _statistics(x, n, p, p_ok, C, S, LAST, FAR, BP, BC)
-        for start in range(0, C, BC):
-            c = start + tl.arange(0, BC)
-            ok = p_ok[:, None] & (c < C)[None, :]
-            at = _places(n, p, c, C, S, LAST, FAR)
-            if SINGLE:
-                d, squares = _deviations(x, at, ok, C)
-            else:
-                d = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) - mean[:, None] - off[:, None]
-            w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-            z = d * _reciprocal(squares, p_ok, C, eps)[:, None] * w + b
-            if RES:
-                z += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
-            tl.store(y + at, _activate(z, leak, ACT).to(y.dtype.element_ty), mask=ok)
-
-
 @triton.jit
 def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.constexpr):
     """The gradient before the activation."""
-    g = tl.load(dy + at, mask=ok, other=0.0).to(tl.float32)
+    g = _read(dy, at, ok)
     if ACT > 0:
         z = h * w + b
         if RES:
-            z += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+            z += _read(residual, at, ok)
         g = _through(z, g, leak, ACT)
     return g
 
 
 @triton.jit(do_not_specialize=_SIZES)
+def forward(
+    x, y, residual, weight, bias, eps, leak, C, S, per, chunks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    C, S = _known(C, S, LAST, UNIT)
+    n = tl.program_id(0) // chunks
+    first = (tl.program_id(0) % chunks) * per
+    c = tl.arange(0, BC)
+    within = _within(c, C, S, LAST, FAR, BP)
+    w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+    for block in tl.range(first, tl.minimum(first + per, tl.cdiv(S, BP)), num_stages=STAGES):
+        p_ok = block * BP + tl.arange(0, BP) < S
+        ok = p_ok[:, None] & (c < C)[None, :]
+        at = _begin(n, block, C, S, LAST, FAR, BP) + within
+        d, squares = _deviations(_read(x, at, ok), ok, C)
+        z = d * _reciprocal(squares, p_ok, C, eps) * w + b
+        if RES:
+            z += _read(residual, at, ok)
+        _write(y, at, _activate(z, leak, ACT), ok)
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def backward(
     dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
-    LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, SINGLE: tl.constexpr,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
     AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
     """``dx``, the residual's gradient where an activation follows, and each program's share of the gradients of weight
     and bias, ``parted [programs, 2, C]``."""
+    C, S = _known(C, S, LAST, UNIT)
     pid = tl.program_id(0)
     n = pid // chunks
     first = (pid % chunks) * per
-    sum_w = tl.zeros((BC,), tl.float32)
-    sum_b = tl.zeros((BC,), tl.float32)
+    c = tl.arange(0, BC)
+    within = _within(c, C, S, LAST, FAR, BP)
+    w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+    sum_w = tl.zeros((BP, BC), tl.float32)  # over positions once, at the end
+    sum_b = tl.zeros((BP, BC), tl.float32)
+    for block in tl.range(first, tl.minimum(first + per, tl.cdiv(S, BP)), num_stages=STAGES):
+        p_ok = block * BP + tl.arange(0, BP) < S
+        ok = p_ok[:, None] & (c < C)[None, :]
+        at = _begin(n, block, C, S, LAST, FAR, BP) + within
+        d, squares = _deviations(_read(x, at, ok), ok, C)
+        r = _reciprocal(squares, p_ok, C, eps)
+        h = d * r
+        g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
+        if ACT > 0 and RES:
+            _write(inner, at, g, ok)
+        if PARAMETERS:
+            sum_w += g * h
+            sum_b += g
+        if INPUT:
+            g = g * w
+            over, along = tl.reduce((g, g * h), 1, _add)
+            _write(dx, at, (g - (over / C)[:, None] - h * (along / C)[:, None]) * r, ok)
+    if PARAMETERS:
+        share = parted + pid.to(tl.int64) * 2 * C
+        tl.store(share + c, tl.sum(sum_w, 0), mask=c < C)
+        tl.store(share + C + c, tl.sum(sum_b, 0), mask=c < C)
+
+
+# --- channels some at a time ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _statistics(
+    x, n, block, p_ok, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
+):
+    """Mean, what it was rounded by, and the sums of squares of some positions."""
+    begin = _begin(n, block, C, S, LAST, FAR, BP)
+    total = tl.zeros((BP,), tl.float32)
+    for start in range(0, C, BC):
+        c = start + tl.arange(0, BC)
+        ok = p_ok[:, None] & (c < C)[None, :]
+        total += tl.sum(_read(x, begin + _within(c, C, S, LAST, FAR, BP), ok), 1)
+    mean = total / C
+    off = tl.zeros((BP,), tl.float32)
+    squares = tl.zeros((BP,), tl.float32)
+    for start in range(0, C, BC):
+        c = start + tl.arange(0, BC)
+        ok = p_ok[:, None] & (c < C)[None, :]
+        d = tl.where(ok, _read(x, begin + _within(c, C, S, LAST, FAR, BP), ok) - mean[:, None], 0.0)
+        off += tl.sum(d, 1)
+        squares += tl.sum(d * d, 1)
+    off = off / C
+    return mean[:, None], off[:, None], squares - C * off * off
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def forward_in_parts(
+    x, y, residual, weight, bias, eps, leak, C, S, per, chunks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    C, S = _known(C, S, LAST, UNIT)
+    n = tl.program_id(0) // chunks
+    first = (tl.program_id(0) % chunks) * per
+    for block in range(first, tl.minimum(first + per, tl.cdiv(S, BP))):
+        p_ok = block * BP + tl.arange(0, BP) < S
+        begin = _begin(n, block, C, S, LAST, FAR, BP)
+        mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC)
+        r = _reciprocal(squares, p_ok, C, eps)
+        for start in range(0, C, BC):
+            c = start + tl.arange(0, BC)
+            ok = p_ok[:, None] & (c < C)[None, :]
+            at = begin + _within(c, C, S, LAST, FAR, BP)
+            w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+            z = (_read(x, at, ok) - mean - off) * r * w + b
+            if RES:
+                z += _read(residual, at, ok)
+            _write(y, at, _activate(z, leak, ACT), ok)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def backward_in_parts(
+    dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
+):  # fmt: skip
+    C, S = _known(C, S, LAST, UNIT)
+    pid = tl.program_id(0)
+    n = pid // chunks
+    first = (pid % chunks) * per
     share = parted + pid.to(tl.int64) * 2 * C
     for block in range(first, tl.minimum(first + per, tl.cdiv(S, BP))):
-        p = block * BP + tl.arange(0, BP)
-        p_ok = p < S
-        if SINGLE:
-            c = tl.arange(0, BC)
+        p_ok = block * BP + tl.arange(0, BP) < S
+        begin = _begin(n, block, C, S, LAST, FAR, BP)
+        mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC)
+        r = _reciprocal(squares, p_ok, C, eps)
+        over = tl.zeros((BP,), tl.float32)
+        along = tl.zeros((BP,), tl.float32)
+        for start in range(0, C, BC):
+            c = start + tl.arange(0, BC)
             ok = p_ok[:, None] & (c < C)[None, :]
-            at = _places(n, p, c, C, S, LAST, FAR)
-            d, squares = _deviations(x, at, ok, C)
-            r = _reciprocal(squares, p_ok, C, eps)[:, None]
-            h = d * r
+            at = begin + _within(c, C, S, LAST, FAR, BP)
+            h = (_read(x, at, ok) - mean - off) * r
             w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
             g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
             if ACT > 0 and RES:
-                tl.store(inner + at, g.to(inner.dtype.element_ty), mask=ok)
+                _write(inner, at, g, ok)
             if PARAMETERS:
-                sum_w += tl.sum(g * h, 0)
-                sum_b += tl.sum(g, 0)
-            if INPUT:
-                g = g * w
-                along = tl.sum(g * h, 1) / C
-                out = (g - (tl.sum(g, 1) / C)[:, None] - h * along[:, None]) * r
-                tl.store(dx + at, out.to(dx.dtype.element_ty), mask=ok)
-        else:
-            mean, off, squares = _statistics(x, n, p, p_ok, C, S, LAST, FAR, BP, BC)
-            r = _reciprocal(squares, p_ok, C, eps)[:, None]
-            over = tl.zeros((BP,), tl.float32)
-            along = tl.zeros((BP,), tl.float32)
+                more = (c < C) & (c * 0 + block > first)
+                block_w = tl.load(share + c, mask=more, other=0.0) + tl.sum(g * h, 0)
+                block_b = tl.load(share + C + c, mask=more, other=0.0) + tl.sum(g, 0)
+                tl.debug_barrier()
+                tl.store(share + c, block_w, mask=c < C)
+                tl.store(share + C + c, block_b, mask=c < C)
+                tl.debug_barrier()
+            over += tl.sum(g * w, 1)
+            along += tl.sum(g * w * h, 1)
+        if INPUT:
             for start in range(0, C, BC):
                 c = start + tl.arange(0, BC)
                 ok = p_ok[:, None] & (c < C)[None, :]
-                at = _places(n, p, c, C, S, LAST, FAR)
-                v = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
-                h = tl.where(ok, v - mean[:, None] - off[:, None], 0.0) * r
+                at = begin + _within(c, C, S, LAST, FAR, BP)
+                h = (_read(x, at, ok) - mean - off) * r
                 w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-                g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
-                if ACT > 0 and RES:
-                    tl.store(inner + at, g.to(inner.dtype.element_ty), mask=ok)
-                if PARAMETERS:
-                    more = (c < C) & (c * 0 + block > first)
-                    block_w = tl.load(share + c, mask=more, other=0.0) + tl.sum(g * h, 0)
-                    block_b = tl.load(share + C + c, mask=more, other=0.0) + tl.sum(g, 0)
-                    tl.debug_barrier()
-                    tl.store(share + c, block_w, mask=c < C)
-                    tl.store(share + C + c, block_b, mask=c < C)
-                    tl.debug_barrier()
-                over += tl.sum(g * w, 1)
-                along += tl.sum(g * w * h, 1)
-            if INPUT:
-                for start in range(0, C, BC):
-                    c = start + tl.arange(0, BC)
-                    ok = p_ok[:, None] & (c < C)[None, :]
-                    at = _places(n, p, c, C, S, LAST, FAR)
-                    v = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
-                    h = (v - mean[:, None] - off[:, None]) * r
-                    w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-                    g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES) * w
-                    out = (g - (over / C)[:, None] - h * (along / C)[:, None]) * r
-                    tl.store(dx + at, out.to(dx.dtype.element_ty), mask=ok)
-    if PARAMETERS and SINGLE:
-        c = tl.arange(0, BC)
-        tl.store(share + c, sum_w, mask=c < C)
-        tl.store(share + C + c, sum_b, mask=c < C)
+                g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES) * w
+                _write(dx, at, (g - (over / C)[:, None] - h * (along / C)[:, None]) * r, ok)
 
 
 @triton.jit(do_not_specialize=["shares"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 from typing import Any, NamedTuple
+
+import torch
 
 from . import position_kernels
 from .launch import Launch, Shape, _processors, ceil, power
@@ -17,10 +20,24 @@ _FORWARD = {False: ((0, 1, 2, 5, 6), (1, 7)), True: ((0, 1, 2, 7, 8), (1, 7))}
 _BACKWARD = {False: ((*range(5), 8, 9, 6), (0, 1)), True: ((*range(5), 10, 11, 6), (0, 1))}
 _JOIN = {False: ((6, 16, 17), ()), True: ((6, 18, 19), ())}
 
-_TILE = 4096  # elements that a program looks at together
-_ALONG = 16  # positions that lie side by side, at least
 _WAVES = 8  # programs a multiprocessor in backward, each of which has sums of its own
 _COLUMNS, _SHARES = 8, 256  # channels and sums of programs at once; few channels, too, are several programs
+
+
+class Tile(NamedTuple):
+    """What a program takes at once, and how."""
+
+    positions: int
+    channels: int
+    warps: int
+    stages: int = 1  # blocks under way: one that is computed and those that are read ahead of it
+
+
+_WHOLE = {
+    True: 4096,
+    False: 2048,
+}  # channels, at most, of which a program takes all; by whether they lie last
+_PART = {True: Tile(2, 2048, 4), False: Tile(32, 128, 8)}  # where there are more
 
 
 class Kind(NamedTuple):
@@ -44,30 +61,34 @@ class Static:
 
     def __init__(self, kind: Kind) -> None:
         self.kind, self.shape = kind, kind.shape
-        (n, c, s), last = kind.shape[:3], kind.shape.last
+        shape = kind.shape
+        (n, c, s), last = shape[:3], shape.last
         each, affine = kind.second == 3, kind.shared or kind.second == 3
         if (last or s == 1) and not each:  # positions of all samples lie one after the other
             n, s, last = 1, n * s, True
-        channels = min(power(c), _TILE if last else _TILE // _ALONG)
-        single = channels >= c
-        if not single:
-            channels = _TILE // 2 if last else _TILE // 32
-        positions = min(power(s), max(1, _TILE // channels))
-        blocks = ceil(s, positions)
-        device, warps = kind.shape.device, 4 if last else 8
-        sizes = (last, c * s >= 1 << 31, positions, channels, single, affine, each, kind.act, kind.residual)
-        whole = (c, s, 1, blocks, *sizes)
-        self.forward = [
-            Launch(position_kernels.forward, n * blocks, whole, device, False, _FORWARD[each], warps)
-        ]
+        device, far, unit = shape.device, c * s >= 1 << 31, gcd(c if last else s, 16)
+        parts = c > _WHOLE[last]
+
+        def sized(backward: bool) -> tuple[Tile, tuple[Any, ...]]:
+            tile = _PART[last] if parts else _tile(kind, c, s, last, unit, backward)
+            constants = (last, far, unit, tile.positions, tile.channels, tile.stages)
+            return tile, (*constants, affine, each, kind.act, kind.residual)
+
+        tile, fixed = sized(False)
+        blocks = ceil(s, tile.positions)
+        kernel = position_kernels.forward_in_parts if parts else position_kernels.forward
+        whole = (c, s, 1, blocks, *fixed)
+        self.forward = [Launch(kernel, n * blocks, whole, device, False, _FORWARD[each], tile.warps)]
+        tile, fixed = sized(True)
+        blocks = ceil(s, tile.positions)
         per = ceil(blocks, min(blocks, ceil(_WAVES * _processors(device), n)))
         chunks = ceil(blocks, per)
         self.backward_floats = n * chunks * 2 * c
 
         def backward(parameters: bool, of_x: bool) -> list[Launch]:
-            fixed = (c, s, per, chunks, *sizes, parameters, of_x)
-            kernel = position_kernels.backward
-            found = [Launch(kernel, n * chunks, fixed, device, False, _BACKWARD[each], warps)]
+            given = (c, s, per, chunks, *fixed, parameters, of_x)
+            kernel = position_kernels.backward_in_parts if parts else position_kernels.backward
+            found = [Launch(kernel, n * chunks, given, device, False, _BACKWARD[each], tile.warps)]
             if parameters:
                 samples, shares = (n, chunks) if each else (1, n * chunks)
                 programs, sums = samples * ceil(c, _COLUMNS), (c, shares, _SHARES, _COLUMNS)
@@ -76,6 +97,29 @@ class Static:
 
         self.backward, self.backward_of_x = backward(affine, True), backward(False, True)
         self.backward_of_parameters = backward(affine, False)
+
+
+def _tile(kind: Kind, c: int, s: int, last: bool, unit: int, backward: bool) -> Tile:
+    """What a program takes that takes all channels. Contiguous, positions lie together, so that it takes many.
+
+    Backward reads ahead, where 16 bytes are read at once and as far as there is shared memory.
+    """
+    channels = power(c)
+    few, many = (2048, 4096) if last else (4096, 8192)
+    elements = few if (backward if last else channels <= 64) else many
+    positions = min(power(s), max(1, elements // channels))
+    tile = Tile(positions, channels, max(4, positions * channels // 1024))
+    size = kind.shape.dtype.itemsize
+    if not backward or unit * size < 16:
+        return tile
+    read = positions * channels * size * (3 if kind.act and kind.residual else 2)
+    return tile._replace(stages=min(3, 1 + _shared(kind.shape.device) // read))
+
+
+@lru_cache(maxsize=64)
+def _shared(device: int) -> int:
+    """Bytes of shared memory that a program may have besides what its sums need."""
+    return 0 if device < 0 else torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 16384
 
 
 @lru_cache(maxsize=4096)
