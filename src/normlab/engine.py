@@ -22,7 +22,7 @@ Numerical decisions, all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from operator import index
@@ -106,6 +106,33 @@ class ClosedRule(Protocol):
         d_scale: Tensor,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
         """``(offset, slope, gradients of the tensors)`` with ``dx = scale * dy + offset + slope * (x - mean)``."""
+        ...
+
+
+class PooledRule(Protocol):
+    """A rule that combines the statistics of pools: autograd differentiates what it does with them, no more.
+
+    The pools, and the way of a gradient back through them, are computed without a graph.
+    """
+
+    reads_moments: bool
+
+    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
+
+    def pool(self, stats: Tensor, size: int | Tensor) -> list[Any]:
+        """What was seen of each pool, mean and variance first; None for those that are running."""
+        ...
+
+    def combine(
+        self, pooled: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> Coefficients:
+        """Coefficients from mean and variance of every pool that was seen."""
+        ...
+
+    def adjoint(
+        self, gradients: Iterable[Tensor | None], pooled: Sequence[Any], stats: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """From gradients of those to ``(offset, slope)``, as in :meth:`ClosedRule.gradient`."""
         ...
 
 
@@ -330,8 +357,8 @@ def _compose(
 class _Normalize(torch.autograd.Function):
     """Two passes forward, two backward; the rule's own gradient on ``[N, R]`` in between.
 
-    Saved for backward: ``x`` and values of the size of the moments. A rule without a closed gradient is recorded on
-    ``[N, R]`` once, in forward, and differentiated by autograd.
+    Saved for backward: ``x`` and values of the size of the moments. A rule without a closed gradient is recorded in
+    forward and differentiated by autograd: on ``[N, R]``, or, where it combines pools, on their statistics.
     """
 
     @staticmethod
@@ -349,37 +376,39 @@ class _Normalize(torch.autograd.Function):
         spatial = prod(x.shape[2:])
         size = rows.size(spatial, x.device)
         closed = cast("ClosedRule | None", rule if hasattr(rule, "gradient") else None)
+        pooled = cast("PooledRule | None", rule if hasattr(rule, "adjoint") else None)
         leaves: tuple[Tensor, ...] = ()
-        if closed is not None and not closed.reads_moments:
-            stats = x.new_zeros((2, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        else:
+        if getattr(rule, "reads_moments", True):
             stats = passes.moments(x, rows)
+        else:
+            stats = x.new_zeros((2, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
         if closed is not None:
             standard, seen = closed.compute(stats, size, tensors)
-        elif not any(ctx.needs_input_grad):
-            given = (t.to(stats.dtype) for t in tensors)
-            standard, seen = both(rule(Moments(stats[0], stats[1], size), *given))
         else:
-            needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[0], *ctx.needs_input_grad[6:])
-            values = (stats[0], stats[1], *tensors)
-            leaves = tuple(v.detach().requires_grad_(n) for v, n in zip(values, needs, strict=True))
-            with torch.enable_grad():
-                given = (t.to(stats.dtype) for t in leaves[2:])
-                standard, seen = both(rule(Moments(leaves[0], leaves[1], size), *given))
+            seen = None if pooled is None else pooled.pool(stats, size)
+            values = stats if seen is None else [t for p in seen if p is not None for t in p[:2]]
+            number, needs = len(values), ctx.needs_input_grad
+            given: Sequence[Tensor] = (*values, *tensors)
+            if any(needs):
+                wanted = (*[needs[0]] * number, *needs[6:])
+                given = leaves = tuple(
+                    v.detach().requires_grad_(n) for v, n in zip(given, wanted, strict=True)
+                )
+            with torch.set_grad_enabled(any(needs)):
+                others = (t.to(stats.dtype) for t in given[number:])
+                if pooled is None:
+                    standard, seen = both(rule(Moments(given[0], given[1], size), *others))
+                else:
+                    standard, _ = both(pooled.combine(given[:number], others, stats.dtype))
         box.append(seen)
         detached = standard.detached()
         # Statistics of x itself say by their dtype whether its means dwarf its deviations; running ones do not.
         far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
         y = passes.apply(x, rows, _compose(detached, rows, spatial, weight, bias), far=far)
         if any(ctx.needs_input_grad):
-            ctx.rule, ctx.rows, ctx.size, ctx.closed, ctx.leaves = (
-                rule,
-                rows,
-                size,
-                closed is not None,
-                leaves,
-            )
-            ctx.standard, ctx.seen = standard, None if closed is None else seen
+            ctx.rule, ctx.rows, ctx.size, ctx.closed = rule, rows, size, closed is not None
+            ctx.standard, ctx.leaves = standard, leaves
+            ctx.seen = None if closed is None and pooled is None else seen
             ctx.save_for_backward(x, stats, weight, bias, *tensors)
         return y.data  # not a view, which autograd would not let nn.ReLU(inplace=True) write to
 
@@ -412,7 +441,7 @@ class _Normalize(torch.autograd.Function):
                 stats, ctx.size, ctx.seen, tensors, scale, d_center, d_scale
             )
         else:
-            offset, slope, d_tensors = _differentiate_rule(ctx, d_center, d_scale, d_shift)
+            offset, slope, d_tensors = _differentiate_rule(ctx, stats, d_center, d_scale, d_shift)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = passes.input_gradient(dy, x, rows, applied, offset, slope, stats[0])
@@ -429,7 +458,7 @@ def _reduce(gradient: Tensor, like: Tensor) -> Tensor:  # [N, C] to [C], [1, C] 
 
 
 def _differentiate_rule(
-    ctx: Any, d_center: Tensor, d_scale: Tensor, d_shift: Tensor
+    ctx: Any, stats: Tensor, d_center: Tensor, d_scale: Tensor, d_shift: Tensor
 ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradient of a recorded rule; the graph is kept, so that backward can run again under ``retain_graph``."""
     outputs, gradients = [], []
@@ -443,12 +472,16 @@ def _differentiate_rule(
     else:
         found = list(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
     each = iter(found)
-    d_mean, d_var, *d_tensors = (next(each) if leaf.requires_grad else None for leaf in ctx.leaves)
+    all_found = [next(each) if leaf.requires_grad else None for leaf in ctx.leaves]
+    number = len(all_found) - (len(ctx.needs_input_grad) - 6)
+    of_values, d_tensors = all_found[:number], tuple(all_found[number:])
+    if ctx.seen is not None:
+        return *ctx.rule.adjoint(of_values, ctx.seen, stats), d_tensors
+    d_mean, d_var = of_values
     offset = None if d_mean is None else d_mean / ctx.size
-    slope = (
-        None if d_var is None else d_var * 2 / ctx.size
-    )  # not 2 / size, which is float32 for a tensor of sizes
-    return offset, slope, tuple(d_tensors)
+    # Not 2 / size, which is float32 for a tensor of sizes.
+    slope = None if d_var is None else d_var * 2 / ctx.size
+    return offset, slope, d_tensors
 
 
 def differentiate_plain(

@@ -369,11 +369,11 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
 
 def _stacked(x: Tensor, rows: Rows, *given: Tensor | None) -> Tensor:
     """Coefficients that broadcast against ``[N, R]`` as one tensor; what is None is zero."""
-    out = torch.zeros((len(given), x.shape[0], rows.number), dtype=torch.float32, device=x.device)
-    for row, t in zip(out, given, strict=True):
-        if t is not None:
-            row.copy_(t)
-    return out
+    shape = (x.shape[0], rows.number)
+    if len(given) == 1 and given[0] is not None:
+        return given[0].float().expand(shape).contiguous()
+    zero = None if all(t is not None for t in given) else _floats(x, 1).zero_()
+    return torch.stack([(zero if t is None else t.float()).expand(shape) for t in given])  # type: ignore[union-attr]
 
 
 def apply(x: Tensor, rows: Rows, coefficients: Coefficients, *, far: bool) -> Tensor:

@@ -284,14 +284,29 @@ class Plan:
 
     def adjoint(self, d_mean: Tensor, d_var: Tensor, pooled: Pooled, mean: Tensor) -> tuple[Tensor, Tensor]:
         """From gradients at the rows of this pool's statistics to ``(offset, slope / 2)`` of ``dx`` for every row."""
-        if self.trivial:
-            return d_mean / pooled.count, d_var / pooled.count
-        total = torch.stack((self.sum(d_mean), self.sum(d_var)))
+        if not self.trivial:
+            d_mean, d_var = self.sum(d_mean), self.sum(d_var)
+        found: Any = self.back(d_mean, d_var, pooled, mean)
+        return found
+
+    def back(
+        self, d_mean: Tensor | None, d_var: Tensor | None, pooled: Pooled, mean: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Likewise from gradients at the statistics themselves, of this process alone; None where there is none."""
+        if d_mean is None and d_var is None:
+            return None, None
         if self.process_group is not None:
-            total = sum_over_ranks(total, self.process_group)
-        total = total / _at_least_one(pooled.count)
-        offset, half = self.expand(total[0]), self.expand(total[1])
-        return torch.addcmul(offset, mean - self.expand(pooled.mean), half, value=2), half
+            like = pooled.mean
+            both = [torch.zeros_like(like) if d is None else d for d in (d_mean, d_var)]
+            d_mean, d_var = sum_over_ranks(torch.stack(both), self.process_group)
+        count = pooled.count if self.trivial else _at_least_one(pooled.count)
+        offset, half = (None if d is None else self.expand(d / count) for d in (d_mean, d_var))
+        if half is None or self.trivial:
+            return offset, half
+        apart = mean - self.expand(pooled.mean)
+        if offset is None:
+            return (apart * half).mul_(2), half
+        return torch.addcmul(offset, apart, half, value=2), half
 
     def _axes(self, t: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """``[2, N, R]`` as ``[2, N, G, rows a group]``, and the axes this pool averages."""

@@ -83,26 +83,52 @@ class Statistics:
 
 
 class _Combined:
-    """Any ``combine``, differentiated by autograd."""
+    """Any ``combine`` of pools, as :class:`normlab.engine.PooledRule`."""
 
     def __init__(self, statistics: Statistics, sources: Sources) -> None:
         self.statistics, self.sources = statistics, sources
+        self.reads_moments = any(sources.live)
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        seen: list[Pooled | None] = []
-        found: list[tuple[Tensor, Tensor]] = []
-        for plan, running, live in zip(
-            self.sources.plans, self.sources.running, self.sources.live, strict=True
-        ):
-            if live:
-                pooled = plan.statistics(moments)
-                seen.append(pooled)
-                found.append((plan.expand(pooled.mean), plan.expand(pooled.var)))
-            else:
-                assert running is not None
-                seen.append(None)
-                found.append((running[0].to(moments.mean.dtype), running[1].to(moments.mean.dtype)))
-        return self.statistics.combine(found, *tensors, eps=self.sources.eps), seen
+        pooled = [
+            plan.statistics(moments) if live else None
+            for plan, live in zip(self.sources.plans, self.sources.live, strict=True)
+        ]
+        found = [t for p in pooled if p is not None for t in p[:2]]
+        return self.combine(found, tensors, moments.mean.dtype), pooled
+
+    def pool(self, stats: Tensor, size: int | Tensor) -> list[Pooled | None]:
+        return [
+            plan.stacked_statistics(stats, size) if live else None
+            for plan, live in zip(self.sources.plans, self.sources.live, strict=True)
+        ]
+
+    def combine(
+        self, pooled: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> Coefficients:
+        given = iter(pooled)
+        found = [
+            (plan.expand(next(given)), plan.expand(next(given)))
+            if running is None or live
+            else (running[0].to(dtype), running[1].to(dtype))
+            for plan, running, live in zip(*self.sources[:3], strict=True)
+        ]
+        return self.statistics.combine(found, *tensors, eps=self.sources.eps)
+
+    def adjoint(
+        self, gradients: Iterable[Tensor | None], pooled: Sequence[Pooled | None], stats: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        given = iter(gradients)
+        offset = half = None
+        for plan, seen in zip(self.sources.plans, pooled, strict=True):
+            if seen is not None:
+                o, h = plan.back(next(given), next(given), seen, stats[0])
+                offset, half = _sum(offset, o), _sum(half, h)
+        return offset, None if half is None else half * 2
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 @dataclass(frozen=True)
@@ -189,34 +215,40 @@ class _Mix:
         return closed_call(self.sources)
 
     def __call__(self, moments: Moments, *logits: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        weights = None
-        if self.weighting is not None:
-            weights = self.weighting(*logits)  # [2, K] or [2, K, groups]
-            weights = weights.unsqueeze(2) if self.groups == 1 else self._to_rows(weights)
-        return self._mixed(lambda plan: plan.statistics(moments), weights, moments.mean.dtype)
+        weights = None if self.weighting is None else self.at_rows(self.weighting(*logits))
+        return self._with_seen(lambda plan: plan.statistics(moments), weights, moments.mean.dtype)
 
     def compute(
         self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]
     ) -> tuple[Coefficients, list[Pooled | None]]:
         w = None if self.weighting is None else self._weights(tensors, stats.dtype)[1]
-        return self._mixed(lambda plan: plan.stacked_statistics(stats, size), w, stats.dtype)
+        return self._with_seen(lambda plan: plan.stacked_statistics(stats, size), w, stats.dtype)
 
-    def _mixed(
+    def _with_seen(
         self, statistics: Callable[[Plan], Pooled], w: Any, dtype: torch.dtype
     ) -> tuple[Coefficients, list[Pooled | None]]:
+        plans = zip(self.sources.plans, self.sources.live, strict=True)
+        seen = [statistics(plan) if live else None for plan, live in plans]
+        each = iter(p for p in seen if p is not None)
+        return self.mixed(lambda plan: next(each)[:2], w, dtype), seen
+
+    def mixed(
+        self, statistics: Callable[[Plan], tuple[Tensor, Tensor]], w: Any, dtype: torch.dtype
+    ) -> Coefficients:
         """The mixture of every pool's ``statistics``, with weights ``w[0][k]`` of means, ``w[1][k]`` of variances."""
-        seen: list[Pooled | None] = []
         center = var = None
         for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True)):
-            pooled = statistics(plan) if live else None
-            seen.append(pooled)
-            m, v = self._running(k, dtype) if pooled is None else map(plan.expand, pooled[:2])
+            m, v = map(plan.expand, statistics(plan)) if live else self._running(k, dtype)
             if w is not None:
                 m, v = m * w[0][k], v * w[1][k]
             center = m if center is None else center + m
             var = v if var is None else var + v
         assert center is not None and var is not None
-        return Coefficients(center, torch.rsqrt(var + self.sources.eps)), seen
+        return Coefficients(center, torch.rsqrt(var + self.sources.eps))
+
+    def at_rows(self, weights: Tensor) -> Tensor:
+        """``[2, K]`` or ``[2, K, groups]`` to what weighs ``[N, R]``."""
+        return weights.unsqueeze(2) if self.groups == 1 else self._to_rows(weights)
 
     def _running(self, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         running = self.sources.running[k]
@@ -372,7 +404,7 @@ class Mixture(Statistics):
     def rule(self, sources: Sources) -> Rule:
         if self.weighting == "softmax":
             return _Mix(sources, _softmax, self.groups)
-        return _SparseMix(_Mix(sources, _sparsest, self.groups))
+        return _SparseMix(self, sources)
 
 
 def _softmax(mean_weight: Tensor, var_weight: Tensor) -> Tensor:
@@ -383,14 +415,19 @@ def _sparsest(mean_weight: Tensor, var_weight: Tensor, radius: Tensor) -> Tensor
     return sparsestmax(at_least_single(torch.stack((mean_weight, var_weight))), radius, dim=1)
 
 
-class _SparseMix:
-    """SparsestMax has no gradient as short as softmax's: autograd differentiates the whole rule."""
+class _SparseMix(_Combined):
+    """SparsestMax has no gradient as short as softmax's: autograd differentiates the weights and the mixture."""
 
-    def __init__(self, mix: _Mix) -> None:
-        self.mix = mix
+    def __init__(self, statistics: Mixture, sources: Sources) -> None:
+        super().__init__(statistics, sources)
+        self.mix = _Mix(sources, _sparsest, statistics.groups)
 
-    def __call__(self, moments: Moments, *logits: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        return self.mix(moments, *logits)
+    def combine(
+        self, pooled: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> Coefficients:
+        given = iter(pooled)
+        weights = self.mix.at_rows(_sparsest(*tensors))
+        return self.mix.mixed(lambda plan: (next(given), next(given)), weights, dtype)
 
 
 @dataclass(frozen=True)
