@@ -10,6 +10,8 @@ import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import reduce
+from operator import add
 from types import SimpleNamespace
 from typing import Any
 
@@ -576,6 +578,48 @@ def test_a_parametrized_layer_is_copied_without_its_kernels():
         assert_close(deepcopy(layer)(x), y)
 
 
+class Own(normlab.Statistics):
+    """A rule that autograd differentiates, of any pools; ``uses`` says which of their statistics."""
+
+    def __init__(self, uses: str, *pools: str) -> None:
+        self.uses, self.pools = uses, tuple(normlab.pools.parse_pool(p) for p in pools)
+
+    def combine(self, statistics: Any, *tensors: Tensor, eps: float) -> normlab.Coefficients:
+        one = statistics[0][0].new_ones(1, 1)
+        mean, var = (reduce(add, each) for each in zip(*statistics, strict=True))
+        scale = torch.rsqrt(var + eps)
+        if self.uses == "means":
+            return normlab.Coefficients(mean, one)
+        if self.uses == "variances":
+            return normlab.Coefficients(0 * one, scale)
+        return normlab.Coefficients(mean, scale, 0.3 * mean * scale if self.uses == "shift" else None)
+
+
+OWN = [
+    *((uses, "batch", "layer") for uses in ("means", "variances", "both", "shift")),
+    *(("shift", pool) for pool in ("instance", "group(4)", "batch", "batch_channels(4)", "batch_group(8)")),
+    ("both", "instance", "group(4)", "batch"),
+    ("both", "batch_group(48)", "layer"),  # finer than channels
+    ("both", "batch/ghost=2", "layer"),
+    ("both", "batch_group(7)", "layer"),  # uneven
+]
+
+
+@pytest.mark.parametrize("affine", ["shared", "none", "class"])
+@pytest.mark.parametrize("given", OWN, ids=lambda given: "-".join(given))
+def test_own_rules(given: tuple[str, ...], affine: str):
+    layer = normlab.Norm2d(16, Own(*given), affine, num_classes=3 if affine == "class" else None).to(DEVICE)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    exact = deepcopy(layer).double()
+    x, dy = (torch.randn(5, 16, 3, 4, device=DEVICE) for _ in range(2))
+    label = {"label": torch.tensor([0, 2, 1, 1, 2], device=DEVICE)} if affine == "class" else {}
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy, **label)
+    close_to_exact(found, one_step(exact, x.double(), dy.double(), **label))
+
+
 SEPARATED: dict[str, dict[str, Any]] = {
     "auxiliary": {"affine": "branch"},
     "sandwich": {"affine": "sandwich"},
@@ -686,6 +730,21 @@ def test_positions_of_many_channels(name: str, layout: torch.memory_format):
     one_positional_step(name, layout)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("name", ["shared", "class"])
+def test_positions_one_block_after_the_other(
+    name: str, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+):
+    """All channels at once, and several blocks of positions a program."""
+    from normlab import positions
+
+    positions.prepare.cache_clear()
+    monkeypatch.setattr(positions, "_tile", lambda *given: positions.Tile(4, 64, 4))
+    monkeypatch.setattr(positions, "_processors", lambda device: 1)
+    one_positional_step(name, layout)
+    positions.prepare.cache_clear()
+
+
 @pytest.mark.parametrize("many", [False, True], ids=["few channels", "many channels"])
 def test_positions_far_from_zero(many: bool, request: pytest.FixtureRequest):
     if many:
@@ -760,7 +819,9 @@ def test_positions_without_eps(many: bool, act: str | None, request: pytest.Fixt
 
 def test_positions_give_the_same_bits_each_time():
     layer = normlab.PositionalNorm2d(40, act="relu").to(DEVICE)
-    x = torch.randn(9, 40, 6, 7, device=DEVICE, requires_grad=True)
+    x = torch.randn(
+        *((9, 40, 60, 70) if DEVICE == "cuda" else (3, 40, 4, 5)), device=DEVICE, requires_grad=True
+    )
     dy = torch.randn_like(x)
     with normlab.backend("triton"):
         first, second = (torch.autograd.grad(layer(x), (x, *layer.parameters()), dy) for _ in range(2))

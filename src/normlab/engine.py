@@ -119,7 +119,7 @@ class PooledRule(Protocol):
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
 
-    def pool(self, stats: Tensor, size: int | Tensor) -> list[Any]:
+    def pool(self, stats: Tensor, size: int | Tensor, passes: Any) -> list[Any]:
         """What was seen of each pool, mean and variance first; None for those that are running."""
         ...
 
@@ -130,7 +130,7 @@ class PooledRule(Protocol):
         ...
 
     def adjoint(
-        self, gradients: Iterable[Tensor | None], pooled: Sequence[Any], stats: Tensor
+        self, gradients: Sequence[Tensor | None], pooled: Sequence[Any], stats: Tensor, passes: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """From gradients of those to ``(offset, slope)``, as in :meth:`ClosedRule.gradient`."""
         ...
@@ -318,7 +318,7 @@ def plain(
     spatial = prod(x.shape[2:])
     moments = Moments(*reference.plain_moments(x, rows), rows.size(spatial, x.device))
     standard, seen = both(rule(moments, *(t.to(moments.mean.dtype) for t in tensors)))
-    coefficients = _compose(standard, rows, spatial, weight, bias)
+    coefficients = reference.compose(standard, rows, spatial, weight, bias)
     return reference.plain_apply(x, rows, coefficients), seen
 
 
@@ -338,20 +338,6 @@ def both(found: Any) -> tuple[Coefficients, Any]:
     # A number and a vector broadcast too; the passes see which axis is which.
     each: Any = (t if t is None or t.dim() > 1 else t.reshape(1, -1) for t in found[0])
     return Coefficients(*each), found[1]
-
-
-def _compose(
-    standard: Coefficients, rows: Rows, spatial: int, weight: Tensor | None, bias: Tensor | None
-) -> Coefficients:
-    center, scale, shift = standard
-    if weight is not None:
-        weight = rows.from_channels(weight, spatial)
-        scale = scale * weight
-        shift = None if shift is None else shift * weight
-    if bias is not None:
-        bias = rows.from_channels(bias, spatial)
-        shift = bias if shift is None else shift + bias
-    return Coefficients(center, scale, shift)
 
 
 class _Normalize(torch.autograd.Function):
@@ -385,7 +371,7 @@ class _Normalize(torch.autograd.Function):
         if closed is not None:
             standard, seen = closed.compute(stats, size, tensors)
         else:
-            seen = None if pooled is None else pooled.pool(stats, size)
+            seen = None if pooled is None else pooled.pool(stats, size, passes)
             values = stats if seen is None else [t for p in seen if p is not None for t in p[:2]]
             number, needs = len(values), ctx.needs_input_grad
             given: Sequence[Tensor] = (*values, *tensors)
@@ -404,7 +390,7 @@ class _Normalize(torch.autograd.Function):
         detached = standard.detached()
         # Statistics of x itself say by their dtype whether its means dwarf its deviations; running ones do not.
         far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
-        y = passes.apply(x, rows, _compose(detached, rows, spatial, weight, bias), far=far)
+        y = passes.apply(x, rows, detached, weight, bias, far=far)
         if any(ctx.needs_input_grad):
             ctx.rule, ctx.rows, ctx.size, ctx.closed = rule, rows, size, closed is not None
             ctx.standard, ctx.leaves = standard, leaves
@@ -419,50 +405,30 @@ class _Normalize(torch.autograd.Function):
             needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
             dx, *rest = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, tensors)
             return (dx, None, None, None, *rest)
-        rows, spatial = ctx.rows, prod(x.shape[2:])
-        passes = _passes(x, rows)
-        center, scale, shift = ctx.standard.detached()
-        sum_dy, sum_dot = passes.sums(dy, x, rows, center)
-        d_weight = d_bias = None
-        d_scale, d_shift = sum_dot, sum_dy
-        applied = scale
-        if weight is not None:
-            rowed = rows.from_channels(weight, spatial)
-            applied = scale * rowed
-            if ctx.needs_input_grad[4]:
-                each = sum_dot * scale if shift is None else sum_dot * scale + sum_dy * shift
-                d_weight = _reduce(rows.to_channels(each, spatial), weight)
-            d_scale, d_shift = sum_dot * rowed, sum_dy * rowed
-        if bias is not None and ctx.needs_input_grad[5]:
-            d_bias = _reduce(rows.to_channels(sum_dy, spatial), bias)
-        d_center = -sum_dy * applied
+        rows, needs = ctx.rows, ctx.needs_input_grad
+        passes, standard = _passes(x, rows), ctx.standard.detached()
+        found = passes.gradients(dy, x, rows, standard, weight, bias, (needs[4], needs[5]))
         if ctx.closed:
             offset, slope, d_tensors = ctx.rule.gradient(
-                stats, ctx.size, ctx.seen, tensors, scale, d_center, d_scale
+                stats, ctx.size, ctx.seen, tensors, standard.scale, found.center, found.scale
             )
         else:
-            offset, slope, d_tensors = _differentiate_rule(ctx, stats, d_center, d_scale, d_shift)
+            offset, slope, d_tensors = _differentiate_rule(ctx, stats, passes, found)
         dx = None
-        if ctx.needs_input_grad[0]:
-            dx = passes.input_gradient(dy, x, rows, applied, offset, slope, stats[0])
+        if needs[0]:
+            dx = passes.input_gradient(dy, x, rows, found.applied, offset, slope, stats[0])
         d_tensors = tuple(
             None if g is None else g.to(t.dtype) for g, t in zip(d_tensors, tensors, strict=True)
         )
-        return (dx, None, None, None, d_weight, d_bias, *d_tensors)
-
-
-def _reduce(gradient: Tensor, like: Tensor) -> Tensor:  # [N, C] to [C], [1, C] or [N, C]
-    if like.dim() == 1 or (like.shape[0] == 1 and gradient.shape[0] != 1):
-        gradient = gradient.sum(0, keepdim=like.dim() > 1)
-    return gradient.to(like.dtype)
+        return (dx, None, None, None, found.weight, found.bias, *d_tensors)
 
 
 def _differentiate_rule(
-    ctx: Any, stats: Tensor, d_center: Tensor, d_scale: Tensor, d_shift: Tensor
+    ctx: Any, stats: Tensor, passes: Any, at: reference.Gradients
 ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradient of a recorded rule; the graph is kept, so that backward can run again under ``retain_graph``."""
     outputs, gradients = [], []
-    for out, g in zip(ctx.standard, (d_center, d_scale, d_shift), strict=True):
+    for out, g in zip(ctx.standard, at[:3], strict=True):
         if out is not None and out.requires_grad:
             outputs.append(out)
             gradients.append(g.sum_to_size(out.shape).to(out.dtype))
@@ -476,7 +442,7 @@ def _differentiate_rule(
     number = len(all_found) - (len(ctx.needs_input_grad) - 6)
     of_values, d_tensors = all_found[:number], tuple(all_found[number:])
     if ctx.seen is not None:
-        return *ctx.rule.adjoint(of_values, ctx.seen, stats), d_tensors
+        return *ctx.rule.adjoint(of_values, ctx.seen, stats, passes), d_tensors
     d_mean, d_var = of_values
     offset = None if d_mean is None else d_mean / ctx.size
     # Not 2 / size, which is float32 for a tensor of sizes.

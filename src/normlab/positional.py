@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .engine import _reduce, differentiate, must_trace, wants_plain
-from .reference import at_least_single
+from .engine import differentiate, must_trace, wants_plain
+from .reference import at_least_single, like_affine
 
 __all__ = ["OfPositions", "normalize_positions", "plain_positions"]
 
@@ -94,9 +94,9 @@ class _Positional(torch.autograd.Function):
         space = tuple(range(2, x.dim()))
         if ctx.needs_input_grad[1]:
             product = g * standard
-            d_weight = _reduce(product.sum(space) if space else product, weight)
+            d_weight = like_affine(product.sum(space) if space else product, weight)
         if ctx.needs_input_grad[2]:
-            d_bias = _reduce(g.sum(space) if space else g, bias)
+            d_bias = like_affine(g.sum(space) if space else g, bias)
         if ctx.needs_input_grad[0]:
             if weight is not None:
                 g = g * _place(weight, x)

@@ -17,8 +17,9 @@ Every function takes ``x`` of shape ``[N, C, *S]`` in any layout. Three views of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from .indexed import add_up, take
 
 if TYPE_CHECKING:
     from .engine import Coefficients, Rows
+    from .pools import Plan, Pooled
 
 # Beyond this ratio of mean to standard deviation float32 sums lose digits that show: moments are taken again about
 # the first mean, and apply subtracts before it scales.
@@ -234,10 +236,31 @@ def _column_sums(view: Tensor) -> Tensor:  # [n, parts, s, C] to [n, parts, C]
     return torch.bmm(view.new_ones(n * parts, 1, s), view.reshape(n * parts, s, c)).reshape(n, parts, c)
 
 
-def apply(x: Tensor, rows: Rows, coefficients: Coefficients, *, far: bool) -> Tensor:
-    """``(x - center) * scale + shift`` in dtype and layout of ``x``; ``far`` where the center may dwarf the rest."""
+def compose(
+    standard: Coefficients, rows: Rows, spatial: int, weight: Tensor | None, bias: Tensor | None
+) -> Coefficients:
+    """Coefficients with an affine map applied."""
+    _, scale, shift = standard
+    if weight is not None:
+        weight = rows.from_channels(weight, spatial)
+        scale = scale * weight
+        shift = None if shift is None else shift * weight
+    if bias is not None:
+        bias = rows.from_channels(bias, spatial)
+        shift = bias if shift is None else shift + bias
+    return standard._replace(scale=scale, shift=shift)
+
+
+def apply(
+    x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
+) -> Tensor:
+    """``weight * ((x - center) * scale + shift) + bias`` in dtype and layout of ``x``.
+
+    ``far`` where the center may dwarf the rest.
+    """
     if not x.numel():
         return torch.empty_like(x)
+    coefficients = compose(standard, rows, prod(x.shape[2:]), weight, bias)
     center, scale, shift = coefficients
     if rows.cuts:
         return _like(plain_apply(x.to(center.dtype), rows, coefficients), x)
@@ -367,6 +390,87 @@ def _about(center: Tensor, near: Tensor, total: Tensor, dot: Tensor) -> tuple[Te
         return total, dot
     total = total.to(center.dtype)
     return total, torch.addcmul(dot.to(center.dtype), total, near - center)
+
+
+class Gradients(NamedTuple):
+    """At the coefficients, ``[N, R]``; the scale with the weight applied; and at the affine map, where wanted."""
+
+    center: Tensor
+    scale: Tensor
+    shift: Tensor
+    applied: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    rows: Rows,
+    standard: Coefficients,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: tuple[bool, bool],  # of weight and bias
+) -> Gradients:
+    """Of ``y`` as :func:`apply` computes it."""
+    total, dot = sums(dy, x, rows, standard.center)
+    return through_affine(total, dot, rows, prod(x.shape[2:]), standard, weight, bias, wanted)
+
+
+def through_affine(
+    total: Tensor,
+    dot: Tensor,
+    rows: Rows,
+    spatial: int,
+    standard: Coefficients,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: tuple[bool, bool],
+) -> Gradients:
+    """From the row sums of :func:`sums`."""
+    _, scale, shift = standard
+    d_weight = d_bias = None
+    d_scale, d_shift, applied = dot, total, scale
+    if weight is not None:
+        rowed = rows.from_channels(weight, spatial)
+        applied = scale * rowed
+        if wanted[0]:
+            each = dot * scale if shift is None else dot * scale + total * shift
+            d_weight = like_affine(rows.to_channels(each, spatial), weight)
+        d_scale, d_shift = dot * rowed, total * rowed
+    if bias is not None and wanted[1]:
+        d_bias = like_affine(rows.to_channels(total, spatial), bias)
+    return Gradients(-total * applied, d_scale, d_shift, applied, d_weight, d_bias)
+
+
+def like_affine(gradient: Tensor, affine: Tensor) -> Tensor:
+    """``[N, C]``, or summed over the samples ``[C]``, as ``affine`` is: ``[C]``, ``[1, C]`` or ``[N, C]``."""
+    if gradient.dim() > 1 and (affine.dim() == 1 or (affine.shape[0] == 1 and gradient.shape[0] != 1)):
+        gradient = gradient.sum(0)
+    return gradient.reshape(affine.shape).to(affine.dtype)
+
+
+def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
+    """A pool's statistics, from moments ``[2, N, R]``."""
+    return plan.stacked_statistics(stats, size)
+
+
+def back(
+    plans: Sequence[Plan],
+    gradients: Sequence[tuple[Tensor | None, Tensor | None]],
+    pooled: Sequence[Pooled],
+    stats: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """From gradients at the means and variances of pools to offset and slope of ``dx`` for every row."""
+    offset = half = None
+    for plan, pair, seen in zip(plans, gradients, pooled, strict=True):
+        o, h = plan.back(*pair, seen, stats[0])
+        offset, half = _sum(offset, o), _sum(half, h)
+    return offset, None if half is None else half * 2
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 def input_gradient(

@@ -97,9 +97,9 @@ class _Combined:
         found = [t for p in pooled if p is not None for t in p[:2]]
         return self.combine(found, tensors, moments.mean.dtype), pooled
 
-    def pool(self, stats: Tensor, size: int | Tensor) -> list[Pooled | None]:
+    def pool(self, stats: Tensor, size: int | Tensor, passes: Any) -> list[Pooled | None]:
         return [
-            plan.stacked_statistics(stats, size) if live else None
+            passes.pool(plan, stats, size) if live else None
             for plan, live in zip(self.sources.plans, self.sources.live, strict=True)
         ]
 
@@ -116,19 +116,13 @@ class _Combined:
         return self.statistics.combine(found, *tensors, eps=self.sources.eps)
 
     def adjoint(
-        self, gradients: Iterable[Tensor | None], pooled: Sequence[Pooled | None], stats: Tensor
+        self, gradients: Sequence[Tensor | None], pooled: Sequence[Pooled | None], stats: Tensor, passes: Any
     ) -> tuple[Tensor | None, Tensor | None]:
-        given = iter(gradients)
-        offset = half = None
-        for plan, seen in zip(self.sources.plans, pooled, strict=True):
-            if seen is not None:
-                o, h = plan.back(next(given), next(given), seen, stats[0])
-                offset, half = _sum(offset, o), _sum(half, h)
-        return offset, None if half is None else half * 2
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
+        live = [
+            (plan, seen) for plan, seen in zip(self.sources.plans, pooled, strict=True) if seen is not None
+        ]
+        pairs = list(zip(gradients[::2], gradients[1::2], strict=True))
+        return passes.back([p for p, _ in live], pairs, [s for _, s in live], stats)
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,10 @@ def update_(
     new_mean, new_var = seen_mean.to(mean.dtype), seen_var.to(var.dtype)
     if how == "total":
         new_var = new_var + (1 - share) * (seen_mean - mean).square().to(var.dtype)
+    if ok is None and how != "deviation":
+        mean.lerp_(new_mean, share)
+        var.lerp_(new_var, share)
+        return
     if how == "deviation":
         deviation = torch.lerp((var + eps).sqrt(), (new_var + eps).sqrt(), share)
         moved_var = (deviation.square() - eps).clamp_min(0)

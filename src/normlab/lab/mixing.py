@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import reference
 from .._text import nearest, words
 from ..activation import activate
-from ..engine import Coefficients, Moments, Rows, _compose, both, normalize
+from ..engine import Coefficients, Moments, Rows, both, normalize
 from ..layers import Norm
 from ..routing import branch_index, current
 from ..rules import Positional
@@ -136,7 +136,7 @@ def _at_once(layer: Norm, x: Tensor, places: Sequence[int], weight: float) -> Te
 
     def rule(moments: Moments, *tensors: Tensor) -> Coefficients:
         found = [
-            _compose(both(r(moments, *tensors))[0], rows, spatial, w, b)
+            reference.compose(both(r(moments, *tensors))[0], rows, spatial, w, b)
             for r, (w, b) in zip(rules, affine, strict=True)
         ]
         return _between(found[0], found[1], weight)
