@@ -56,6 +56,7 @@ LISTED = [
     "adaptive_instance",
     "positional",
     "ghost",
+    "sparse_switchable",
     "own_rule",
 ]
 Step = Callable[[], object]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import normlab
 from _results import cpu, machine, read, write
+from normlab.sparse import sparsestmax
 
 SHAPES = [
     (8, 64, 112, 112),
@@ -89,6 +90,14 @@ def naive_ghost(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
 
 
 def naive_switch(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    return _naive_mixture(x, m, torch.softmax(m.mean_weight, 0), torch.softmax(m.var_weight, 0))  # type: ignore[arg-type]
+
+
+def naive_sparse(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    return _naive_mixture(x, m, *(sparsestmax(w, m.radius) for w in (m.mean_weight, m.var_weight)))  # type: ignore[arg-type]
+
+
+def _naive_mixture(x: Tensor, m: nn.Module, p: Tensor, q: Tensor) -> Tensor:
     # As the public implementation writes it: three means and variances, then the mixture.
     flat = x.flatten(2)
     mean_in = flat.mean(-1, keepdim=True)
@@ -98,7 +107,6 @@ def naive_switch(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
     var_ln = second.mean(1, keepdim=True) - mean_ln**2
     mean_bn = mean_in.mean(0, keepdim=True)
     var_bn = second.mean(0, keepdim=True) - mean_bn**2
-    p, q = torch.softmax(m.mean_weight, 0), torch.softmax(m.var_weight, 0)  # type: ignore[arg-type]
     mean = p[0] * mean_in + p[1] * mean_ln + p[2] * mean_bn
     var = q[0] * var_in + q[1] * var_ln + q[2] * var_bn
     return _affine(((flat - mean) / (var + 1e-5).sqrt()).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
@@ -173,6 +181,15 @@ def _groups(c: int) -> int:
     return c // 2
 
 
+def _sparse(c: int) -> normlab.SparseSwitchNorm2d:
+    """Sparse switchable norm in the middle of its training."""
+    layer = normlab.SparseSwitchNorm2d(c)
+    weights = {"mean_weight": torch.tensor([0.2, 0.5, 0.3]), "var_weight": torch.tensor([0.3, 0.5, 0.2])}
+    layer.load_state_dict(weights, strict=False)
+    normlab.set_radius(layer, 0.3)
+    return layer
+
+
 CASES = [
     Case("batch", lambda c: normlab.BatchNorm2d(c), _nothing, naive_batch),
     Case("instance", lambda c: normlab.InstanceNorm2d(c, affine=True), _nothing, naive_instance),
@@ -188,6 +205,7 @@ CASES = [
     ),
     Case("ghost", lambda c: normlab.BatchNorm2d(c, ghost=4), _nothing, naive_ghost),
     Case("switchable", lambda c: normlab.SwitchNorm2d(c), _nothing, naive_switch),
+    Case("sparse_switchable", _sparse, _nothing, naive_sparse),
     Case("conditional", lambda c: normlab.ConditionalBatchNorm2d(c, CLASSES), _labels, naive_conditional),
     Case("sandwich", lambda c: normlab.SandwichBatchNorm2d(c, CLASSES), _labels, naive_sandwich),
     Case("auxiliary", lambda c: normlab.AuxiliaryBatchNorm2d(c), lambda x: ("aux",), naive_auxiliary),

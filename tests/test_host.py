@@ -104,10 +104,19 @@ def both_hosts(make: Callable[[], nn.Module], step: Callable[[nn.Module], Any], 
                 assert u.stride() == v.stride() and u.dtype == v.dtype, i
 
 
+def sparse() -> nn.Module:
+    layer = normlab.SparseSwitchNorm2d(6)
+    some = {"mean_weight": torch.tensor([0.2, 0.5, 0.3]), "var_weight": torch.tensor([0.3, 0.4, 0.3])}
+    layer.load_state_dict(some, strict=False)
+    normlab.set_radius(layer, 0.2)
+    return layer
+
+
 LABELS = torch.tensor([3, 0, 3, 1], device=DEVICE)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "BN": (lambda: normlab.BatchNorm2d(6), ()),
     "SN": (lambda: normlab.SwitchNorm2d(6), ()),
+    "SSN": (sparse, ()),
     "BGN": (lambda: normlab.BatchGroupNorm2d(6, 3), ()),
     "GN": (lambda: normlab.GroupNorm2d(3, 6), ()),
     "LN": (lambda: normlab.LayerNorm2d(6), ()),
@@ -152,7 +161,7 @@ def test_the_same_bits_as_python(name: str, training: bool, last: bool, quick: N
     both_hosts(lambda: make().train(training), lambda layer: gradients(layer, x, arguments, dy))
 
 
-@pytest.mark.parametrize("name", ["SN", "SaAuxBN", "CCBN", "PN"])
+@pytest.mark.parametrize("name", ["SN", "SSN", "SaAuxBN", "CCBN", "PN"])
 def test_the_same_bits_by_the_kernels_themselves(name: str):
     make, arguments = LAYERS[name]
     x = input_of(4, 6, 2, 2)

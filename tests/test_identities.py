@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import normlab
 from cases import SPACES, Case, assert_near, by_id, sparsemax_of, sparsestmax_of
+from normlab import sparse
 from normlab.sparse import sparsemax, sparsestmax
 
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}
@@ -439,6 +440,27 @@ def test_sparsestmax_follows_its_recursion(k: int):
             assert (p >= 0).all()
         corner = sparsestmax(z, sqrt((k - 1) / k) + 1e-6)
         assert_close(corner, torch.nn.functional.one_hot(z.argmax(), k).double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["weights", "logits"])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_the_derivative_of_sparsestmax_is_that_of_its_expression(k: int, log: bool):
+    for radius in (0.0, 0.2, 0.5, 0.8):
+        z, d = (0.7 * torch.randn(20, k, **DOUBLE)).requires_grad_(), torch.randn(20, k, **DOUBLE)
+        expected = sparse._expression(z, torch.tensor(radius, **DOUBLE), log)
+        found = sparse.sparsest_logits(z, radius) if log else sparsestmax(z, radius)
+        assert_close(found.detach(), expected.detach(), **EXACT)
+        d = d.masked_fill(~expected.isfinite(), 0)  # softmax has no gradient there
+        (exact,) = torch.autograd.grad(expected, z, d)
+        (close,) = torch.autograd.grad(found, z, d)
+        assert_close(close, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_sparsestmax_has_second_derivatives_and_one_of_its_radius():
+    z = torch.tensor([0.5, 0.3, 0.25], **DOUBLE, requires_grad=True)
+    radius = torch.tensor(0.4, **DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(sparsestmax, (z, radius))
+    assert torch.autograd.gradgradcheck(lambda z: sparsestmax(z, 0.4), (z,))
 
 
 def test_sparsestmax_is_one_hot_for_three_at_the_published_radius():

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normlab
 from cases import CASES, Case, leaves
+from normlab.sparse import sparsestmax
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -618,6 +619,19 @@ def test_own_rules(given: tuple[str, ...], affine: str):
     with normlab.backend("triton"):
         found = one_step(layer, x, dy, **label)
     close_to_exact(found, one_step(exact, x.double(), dy.double(), **label))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 1), (7, 5), (2, 3, 4)], ids=str)
+def test_sparsestmax(shape: tuple[int, ...]):
+    z, d = ((0.7 * torch.randn(shape, device=DEVICE)).requires_grad_() for _ in range(2))
+    for radius in (0.0, 0.3, 0.6, 1.0):
+        found = []
+        for name in ("torch", "triton"):
+            with normlab.backend(name):
+                p = sparsestmax(z, torch.tensor(radius, device=DEVICE), 1)
+            found.append((p, *torch.autograd.grad(p, z, d)))
+        for a, b in zip(*found, strict=True):
+            assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 SEPARATED: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ which spares most of the time that Triton's own launch path takes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from . import reference, row_kernels, whole_kernels
+from . import reference, row_kernels, sparse_kernels, whole_kernels
 from .pools import Pooled
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "moments",
     "pass_alone",
     "pool",
+    "sparsest",
     "sums",
     "tiles",
 ]
@@ -345,7 +347,7 @@ def _run(name: str, shape: Shape, *given: Tensor, numbers: tuple[float, ...] = (
 def _launch_on_rows(
     name: str, grid: int, fixed: tuple[Any, ...], device: int, types: Any, aligned: tuple[bool, ...]
 ) -> Launch:
-    return Launch(getattr(row_kernels, name), grid, fixed, device)
+    return Launch(getattr(sparse_kernels if name == "sparsest" else row_kernels, name), grid, fixed, device)
 
 
 def _run_on_rows(
@@ -371,8 +373,12 @@ def addresses(tensors: Tensors) -> list[int]:
     return [here if t is None else t.data_ptr() for t in tensors]
 
 
+_here = nullcontext()
+
+
 def _on(device: int) -> Any:
-    return torch.cuda.device(device)  # does nothing for -1
+    """As torch.cuda.device, which takes longer where there is nothing to change."""
+    return _here if device < 0 or torch._C._cuda_getDevice() == device else torch.cuda.device(device)
 
 
 def _floats(x: Tensor, *size: int) -> Tensor:
@@ -502,6 +508,16 @@ def back(
         _run_on_rows("back", ceil(n * r, BLOCK), fixed, *given, numbers=(float(max(seen.count, 1)),))
         more = True
     return out[0], out[1]
+
+
+def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
+    """SparsestMax along the last axis, or its logarithm, and the derivative, ``[..., K, K]``."""
+    point, k = point.contiguous(), point.shape[-1]
+    out, slopes, points = torch.empty_like(point), point.new_empty((*point.shape, k)), point.numel() // k
+    together = 4 if k <= 4 else 1
+    fixed = (points, (16 * torch.finfo(torch.float32).eps) ** 2, k, together, power(k), log)
+    _run_on_rows("sparsest", ceil(points, together), fixed, point, radius.contiguous(), out, slopes)
+    return out, slopes
 
 
 def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:

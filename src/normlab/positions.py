@@ -106,9 +106,11 @@ def _tile(kind: Kind, c: int, s: int, last: bool, unit: int, backward: bool) -> 
     """
     channels = power(c)
     few, many = (2048, 4096) if last else (4096, 8192)
-    elements = few if (backward if last else channels <= 64) else many
+    elements = few if (backward if last else channels <= 128) else many
     positions = min(power(s), max(1, elements // channels))
-    tile = Tile(positions, channels, max(4, positions * channels // 1024))
+    # Wide reads need fewer registers for addresses, and so fewer threads.
+    warps = 4 if not backward and unit >= 4 else max(4, positions * channels // 1024)
+    tile = Tile(positions, channels, warps)
     size = kind.shape.dtype.itemsize
     if not backward or unit * size < 16:
         return tile

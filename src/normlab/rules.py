@@ -22,7 +22,7 @@ from .indexed import add_up, take
 from .pools import Plan, Pool, Pooled, parse_pool
 from .reference import at_least_single
 from .running import Track
-from .sparse import sparsestmax
+from .sparse import sparsest_logits, sparsestmax
 
 if TYPE_CHECKING:
     from .fused import Call
@@ -76,6 +76,10 @@ class Statistics:
 
     def rule(self, sources: Sources) -> Rule:
         return _Combined(self, sources)
+
+    def closed_rule(self, sources: Sources) -> Rule:
+        """The rule as the kernels for whole normalizers compute it, from what they are given."""
+        return self.rule(sources)
 
     @property
     def label(self) -> str:
@@ -383,6 +387,13 @@ class Mixture(Statistics):
             return _sparsest(p["mean_weight"], p["var_weight"], p["radius"])
         return _softmax(p["mean_weight"], p["var_weight"])
 
+    def logits(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Two, of which softmax makes the weights."""
+        if self.weighting == "sparsestmax":
+            both = at_least_single(torch.stack((p["mean_weight"], p["var_weight"])))
+            return sparsest_logits(both, p["radius"]).unbind()
+        return p["mean_weight"], p["var_weight"]
+
     def importance(self, p: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         """The weight of each pool in the mean and in the variance; averaged over groups of weights."""
         with torch.no_grad():
@@ -399,6 +410,9 @@ class Mixture(Statistics):
         if self.weighting == "softmax":
             return _Mix(sources, _softmax, self.groups)
         return _SparseMix(self, sources)
+
+    def closed_rule(self, sources: Sources) -> Rule:
+        return _Mix(sources, _softmax, self.groups)
 
 
 def _softmax(mean_weight: Tensor, var_weight: Tensor) -> Tensor:

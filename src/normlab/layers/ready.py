@@ -105,7 +105,8 @@ class Ready:
         share, eps = 0.0 if share is None else float(share), float(layer.eps)
         logits: tuple[Any, ...] = ()
         if self.kind.logits > 1:
-            logits = (layer.mean_weight, layer.var_weight)
+            assert isinstance(self.statistics, Mixture)
+            logits = self.statistics.logits(layer._learned_values())
         x = dense(x)[0]
         if entry is not None:
             weight, bias, weight2, bias2, label, _ = affine
@@ -204,7 +205,7 @@ class Ready:
             found[self.batch] = tuple(spread.expand(t.reshape(static.kind.segments, -1)) for t in (mean, var))
             live[self.batch] = False
         sources = self.sources._replace(plans=plans, running=tuple(found), live=tuple(live), eps=eps)
-        return self.statistics.rule(sources)
+        return self.statistics.closed_rule(sources)
 
 
 def _may_run_again() -> bool:
@@ -227,6 +228,8 @@ def _quick(ready: Ready, entry: Any, of: Norm, spatial: tuple[int, ...]) -> Quic
         ready.renorm is not None,
     )
     names, cut = (ready.names if ready.reads_running else None), ready.cut
+    statistics: Any = ready.statistics
+    softmax = logits and statistics.weighting == "softmax"
 
     def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
         share = layer.momentum if update else 0.0
@@ -247,8 +250,10 @@ def _quick(ready: Ready, entry: Any, of: Norm, spatial: tuple[int, ...]) -> Quic
                 weight2, bias2 = pair
             else:
                 weight, bias = pair
-        if logits:
+        if softmax:
             mean_logits, var_logits = own["mean_weight"], own["var_weight"]
+        elif logits:
+            mean_logits, var_logits = statistics.logits(layer._learned_values())
         if names is not None:
             kept: Any = layer._buffers
             mean, var, batches = kept[names[0]], kept[names[1]], kept["num_batches_tracked"]
@@ -470,7 +475,7 @@ def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes 
     simple = isinstance(statistics, Renorm) or (
         isinstance(statistics, Single) and (live or not statistics.example_weight)
     )
-    mixture = isinstance(statistics, Mixture) and statistics.weighting == "softmax" and statistics.groups == 1
+    mixture = isinstance(statistics, Mixture) and statistics.groups == 1
     if not (simple or mixture) or layer._predictor or layer.process_group is not None:
         return None
     spatial = prod(x.shape[2:])

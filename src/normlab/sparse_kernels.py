@@ -1,0 +1,66 @@
+"""SparsestMax and its derivative in Triton, as :mod:`normlab.sparse` has them in torch operators."""
+
+# Triton's annotations describe its compiler, not Python: names bound under constexpr branches, constants.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sparsest(
+    point, radius, out, slopes, points, TINY: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LOG: tl.constexpr,
+):  # fmt: skip
+    """``out [points, K]``, or its logarithm, and the derivative, ``slopes [points, K, K]``. TINY: squared distance."""
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    ok = (n < points)[:, None] & (k < K)[None, :]
+    at = n[:, None] * K + k[None, :]
+    z = tl.load(point + at, mask=ok, other=0.0)
+    r = tl.load(radius) + tl.zeros((BN, 1), tl.float32)
+    one = tl.where(k[:, None] == k[None, :], 1.0, 0.0)[None, :, :]
+    jacobian = one + tl.zeros((BN, BK, BK), tl.float32)
+    result, slope = z, jacobian
+    centre = z
+    decided = r < -1.0
+    for step in tl.static_range(K):
+        # Sparsemax: who is inside, by the sum of all that are as large.
+        larger = (z[:, None, :] >= z[:, :, None]) & ok[:, None, :]
+        count = tl.sum(larger.to(tl.float32), 2)
+        total = tl.sum(tl.where(larger, z[:, None, :], 0.0), 2)
+        inside = (1.0 + count * z > total) & ok
+        size = tl.sum(inside.to(tl.float32), 1)[:, None]
+        threshold = (tl.sum(tl.where(inside, z, 0.0), 1)[:, None] - 1.0) / tl.maximum(size, 1.0)
+        on_simplex = tl.where(ok, tl.maximum(z - threshold, 0.0), 0.0)
+        face = (on_simplex > 0.0).to(tl.float32)
+        here = face / tl.maximum(tl.sum(face, 1)[:, None], 1.0)
+        if step > 0:
+            moved = here - centre
+            r = tl.sqrt(tl.maximum(r * r - tl.sum(moved * moved, 1)[:, None], 0.0))
+        away = on_simplex - here
+        squared = tl.sum(away * away, 1)[:, None]
+        apart = squared > TINY
+        distance = tl.where(apart, tl.sqrt(squared), 0.0)
+        divisor = tl.where(apart, distance, 1.0)
+        far = (distance >= r) | (squared <= TINY)
+        pushed = here + r * away / divisor
+        done = far | (tl.min(tl.where(ok, pushed, 0.0), 1)[:, None] >= 0.0)
+        inner = face[:, :, None] * (jacobian - tl.sum(here[:, :, None] * jacobian, 1)[:, None, :])
+        unit = (away / divisor)[:, :, None]
+        jacobian = (r / divisor)[:, :, None] * (inner - unit * tl.sum(unit * inner, 1)[:, None, :])
+        result = tl.where(decided, result, tl.where(far, on_simplex, pushed))
+        slope = tl.where(decided[:, :, None], slope, tl.where(far[:, :, None], inner, jacobian))
+        decided = decided | done
+        z, centre = pushed, here
+    result = tl.minimum(tl.maximum(result, 0.0), 1.0)
+    if LOG:
+        left = result > 0.0
+        safe = tl.where(left, result, 1.0)
+        slope = tl.where(left[:, :, None], slope / safe[:, :, None], 0.0)
+        result = tl.where(left, tl.log(safe), float("-inf"))
+    tl.store(out + at, result, mask=ok)
+    into = at[:, :, None] * K + k[None, None, :]
+    tl.store(slopes + into, slope, mask=ok[:, :, None] & (k < K)[None, None, :])
