@@ -621,6 +621,11 @@ def test_own_rules(given: tuple[str, ...], affine: str):
     close_to_exact(found, one_step(exact, x.double(), dy.double(), **label))
 
 
+def test_an_own_rule_of_many_samples(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("normlab.launch._TALL", 3)
+    test_own_rules(("shift", "batch", "layer"), "shared")
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (2, 1), (7, 5), (2, 3, 4)], ids=str)
 def test_sparsestmax(shape: tuple[int, ...]):
     z, d = ((0.7 * torch.randn(shape, device=DEVICE)).requires_grad_() for _ in range(2))

@@ -429,6 +429,7 @@ def apply(
 
 
 _MANY_ROWS = 1 << 28  # beyond which 32 bits do not count what there is of each
+_TALL = 1024  # samples, beyond which sums over them are torch's, which takes more programs
 
 
 def _strides(t: Tensor | None) -> tuple[int, int]:
@@ -453,13 +454,16 @@ def gradients(
     total = sums(dy, x, rows, center)
     if n * r >= _MANY_ROWS:
         return reference.through_affine(total[0], total[1], rows, spatial, standard, weight, bias, wanted)
-    each = any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
+    each = n > _TALL or any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
+    per = 64 if each else n
     out, columns = _floats(x, 4, n, r), _floats(x, 2, *([n, r] if each else [r]))
     fixed = (
-        n, r, *_strides(scale), *_strides(shift), *_strides(weight), rows.parts, shift is not None,
+        n, r, per, *_strides(scale), *_strides(shift), *_strides(weight), rows.parts, shift is not None,
         weight is not None, each, min(power(n), 64), 16,
     )  # fmt: skip
-    _run_on_rows("through_affine", ceil(r, 16), fixed, total, scale, shift, weight, out, columns)
+    _run_on_rows(
+        "through_affine", ceil(r, 16) * ceil(n, per), fixed, total, scale, shift, weight, out, columns
+    )
     found = [
         None if t is None or not w else reference.like_affine(rows.to_channels(column, spatial), t)
         for t, w, column in zip((weight, bias), wanted, columns, strict=True)
@@ -470,7 +474,8 @@ def gradients(
 def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
     """Mean and variance of every pool."""
     n, r = stats.shape[1:]
-    if plan.trivial or not plan.simple or not stats.numel() or n * r >= _MANY_ROWS:
+    tall = plan.pool.over_batch and n > _TALL
+    if plan.trivial or not plan.simple or tall or not stats.numel() or n * r >= _MANY_ROWS:
         return plan.stacked_statistics(stats, size)
     groups, batch = plan.groups, plan.pool.over_batch
     out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)

@@ -124,20 +124,22 @@ def compose(
 
 @triton.jit
 def through_affine(
-    sums, scale, shift, weight, out, columns, N, R, scale_n, scale_r, shift_n, shift_r, weight_n, weight_c,
+    sums, scale, shift, weight, out, columns, N, R, per, scale_n, scale_r, shift_n, shift_r, weight_n, weight_c,
     PARTS: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr, EACH: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """From the row sums ``[2, N, R]`` of ``dy`` and ``dy * (x - center)`` to gradients at center, scale and shift.
 
     ``out [4, N, R]`` has these and the scale with the weight applied; ``columns`` the gradients of weight and bias,
-    summed over the samples, ``[2, R]``, or EACH sample's, ``[2, N, R]``.
+    summed over the samples, ``[2, R]``, or EACH sample's, ``[2, N, R]``. A program takes ``per`` samples; all, to sum.
     """
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    blocks = tl.cdiv(R, BR)
+    first = tl.program_id(0) // blocks * per
+    r = tl.program_id(0) % blocks * BR + tl.arange(0, BR)
     size = N * R
     sum_w = tl.zeros((BN, BR), tl.float32)
     sum_b = tl.zeros((BN, BR), tl.float32)
-    for start in range(0, N, BN):
+    for start in range(first, tl.minimum(first + per, N), BN):
         n = start + tl.arange(0, BN)
         ok = (n < N)[:, None] & (r < R)[None, :]
         at = n[:, None] * R + r[None, :]
