@@ -513,6 +513,21 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         T,
         ["coefficients are tensors", "[N, R]", "center is float"],
     ),
+    "coefficients of another shape": (
+        lambda: normlab.normalize(x(), lambda m: normlab.Coefficients(m.mean.T, m.var)),
+        V,
+        ["the center has shape [6, 4]", "broadcast against [4, 6]"],
+    ),
+    "coefficients elsewhere": (
+        lambda: normlab.normalize(x(), lambda m: normlab.Coefficients(m.mean, m.var.to("meta"))),
+        V,
+        ["the input is on cpu", "the scale on meta"],
+    ),
+    "a weight of other channels": (
+        lambda: normlab.normalize(x(), centre, weight=torch.ones(5)),
+        V,
+        ["the weight has shape [5]", "broadcast against [4, 6]"],
+    ),
     "batch of one pixel": (lambda: BatchNorm2d(6)(x(1, 6, 1, 1)), V, ["more than 1 value", "[1, 6, 1, 1]"]),
     "mixture of one pixel": (
         lambda: SwitchNorm2d(6)(x(1, 6, 1, 1)),

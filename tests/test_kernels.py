@@ -606,8 +606,11 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("affine", ["shared", "none", "class"])
-@pytest.mark.parametrize("given", OWN, ids=lambda given: "-".join(given))
+@pytest.mark.parametrize(
+    ("given", "affine"),
+    [*((given, "shared") for given in OWN), *((OWN[3], affine) for affine in ("none", "class"))],
+    ids=lambda given: given if isinstance(given, str) else "-".join(given),
+)
 def test_own_rules(given: tuple[str, ...], affine: str):
     layer = normlab.Norm2d(16, Own(*given), affine, num_classes=3 if affine == "class" else None).to(DEVICE)
     with torch.no_grad():
@@ -622,7 +625,7 @@ def test_own_rules(given: tuple[str, ...], affine: str):
 
 
 def test_an_own_rule_of_many_samples(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("normlab.launch._TALL", 3)
+    monkeypatch.setattr("normlab.passes._TALL", 3)
     test_own_rules(("shift", "batch", "layer"), "shared")
 
 

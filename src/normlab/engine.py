@@ -290,9 +290,9 @@ def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
 def _passes(x: Tensor, rows: Rows) -> Any:
     """The module whose passes take ``x``."""
     if kernels_serve(x, rows):
-        from . import launch  # imports triton
+        from . import passes  # imports triton
 
-        return launch
+        return passes
     return reference
 
 
@@ -338,6 +338,25 @@ def both(found: Any) -> tuple[Coefficients, Any]:
     # A number and a vector broadcast too; the passes see which axis is which.
     each: Any = (t if t is None or t.dim() > 1 else t.reshape(1, -1) for t in found[0])
     return Coefficients(*each), found[1]
+
+
+def _check(x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise where a kernel would read beyond what there is."""
+    n, r, c = x.shape[0], rows.number, rows.channels
+    for name, t in zip((*Coefficients._fields, "weight", "bias"), (*standard, weight, bias), strict=True):
+        if t is None:
+            continue
+        if t.device != x.device:
+            raise ValueError(
+                f"the input is on {x.device} and the {name} on {t.device}; make it on {x.device}"
+            )
+        width = c if name in ("weight", "bias") else r
+        lead = t.shape[0] if t.dim() == 2 else 1
+        if t.dim() not in (1, 2) or t.shape[-1] not in (1, width) or lead not in (1, n):
+            raise ValueError(
+                f"the {name} has shape {list(t.shape)}; for an input of shape {list(x.shape)} it must broadcast "
+                f"against [{n}, {width}]"
+            )
 
 
 class _Normalize(torch.autograd.Function):
@@ -388,6 +407,7 @@ class _Normalize(torch.autograd.Function):
                     standard, _ = both(pooled.combine(given[:number], others, stats.dtype))
         box.append(seen)
         detached = standard.detached()
+        _check(x, rows, detached, weight, bias)
         # Statistics of x itself say by their dtype whether its means dwarf its deviations; running ones do not.
         far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
         y = passes.apply(x, rows, detached, weight, bias, far=far)

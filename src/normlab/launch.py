@@ -1,4 +1,4 @@
-"""How kernels are launched, and the passes of :mod:`normlab.reference` by them, with the same names and arguments.
+"""How kernels are launched.
 
 A kernel is compiled once for each shape, dtype and layout; later calls hand the compiled kernel addresses and numbers,
 which spares most of the time that Triton's own launch path takes.
@@ -7,7 +7,6 @@ which spares most of the time that Triton's own launch path takes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -15,29 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from . import reference, row_kernels, sparse_kernels, whole_kernels
-from .pools import Pooled
+from . import whole_kernels
 
 if TYPE_CHECKING:
-    from .engine import Coefficients, Rows
-    from .pools import Plan
+    from .engine import Rows
 
 __all__ = [
     "Launch",
     "Shape",
     "addresses",
-    "apply",
-    "back",
     "dense",
-    "gradients",
-    "input_gradient",
     "laid",
     "like",
-    "moments",
     "pass_alone",
-    "pool",
-    "sparsest",
-    "sums",
     "tiles",
 ]
 
@@ -324,46 +313,6 @@ def pass_alone(
     return Launch(getattr(whole_kernels, name), programs, fixed, shape.device, False, takes)
 
 
-# --- the same names and arguments as the torch passes -----------------------------------------------------------------
-
-
-@lru_cache(maxsize=1024)
-def _launch(
-    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], join: bool = False
-) -> Launch:
-    return pass_alone(name, shape, join=join)
-
-
-def _run(name: str, shape: Shape, *given: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
-    pointers = addresses(given)
-    types, aligned = tuple([t.dtype for t in given]), tuple([p % 16 == 0 for p in pointers])
-    with _on(shape.device):
-        _launch(name, shape, types, aligned)(given, pointers, numbers)
-        if name in ("moments", "sums") and tiles(shape, "sums").splits > 1:
-            _launch(name, shape, types, aligned, True)(given, pointers, numbers)
-
-
-@lru_cache(maxsize=4096)
-def _launch_on_rows(
-    name: str, grid: int, fixed: tuple[Any, ...], device: int, types: Any, aligned: tuple[bool, ...]
-) -> Launch:
-    return Launch(getattr(sparse_kernels if name == "sparsest" else row_kernels, name), grid, fixed, device)
-
-
-def _run_on_rows(
-    name: str, grid: int, fixed: tuple[Any, ...], *given: Tensor | None, numbers: tuple[float, ...] = ()
-) -> None:
-    first = given[0]
-    assert first is not None
-    device, pointers = first.device.index if first.is_cuda else -1, addresses(given)
-    types, aligned = (
-        tuple([t if t is None else t.dtype for t in given]),
-        tuple([p % 16 == 0 for p in pointers]),
-    )
-    with _on(device):
-        _launch_on_rows(name, grid, fixed, device, types, aligned)(given, pointers, numbers)
-
-
 def addresses(tensors: Tensors) -> list[int]:
     """Where ``tensors`` lie, those that are missing as the first one; nowhere in the interpreter, which takes them."""
     first = tensors[0]
@@ -371,182 +320,3 @@ def addresses(tensors: Tensors) -> list[int]:
         return []
     here = first.data_ptr()
     return [here if t is None else t.data_ptr() for t in tensors]
-
-
-_here = nullcontext()
-
-
-def _on(device: int) -> Any:
-    """As torch.cuda.device, which takes longer where there is nothing to change."""
-    return _here if device < 0 or torch._C._cuda_getDevice() == device else torch.cuda.device(device)
-
-
-def _floats(x: Tensor, *size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.float32, device=x.device)
-
-
-def _parted(x: Tensor, shape: Shape) -> Tensor:
-    """Room for what is summed of the splits of rows."""
-    splits = tiles(shape, "sums").splits
-    return _floats(x, splits * 2 * shape.rows if splits > 1 else 1)
-
-
-def moments(x: Tensor, rows: Rows) -> Tensor:
-    x, last = dense(x)
-    shape = shape_of(x, rows, last)
-    stats = _floats(x, 2, shape.n, shape.width)
-    _run("moments", shape, x, stats, _parted(x, shape), numbers=())
-    return stats
-
-
-def _stacked(x: Tensor, rows: Rows, *given: Tensor | None) -> Tensor:
-    """Coefficients that broadcast against ``[N, R]`` as one tensor; what is None is zero."""
-    shape = (x.shape[0], rows.number)
-    if len(given) == 1 and given[0] is not None:
-        return given[0].float().expand(shape).contiguous()
-    zero = None if all(t is not None for t in given) else _floats(x, 1).zero_()
-    return torch.stack([(zero if t is None else t.float()).expand(shape) for t in given])  # type: ignore[union-attr]
-
-
-def apply(
-    x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
-) -> Tensor:
-    x, last = dense(x)
-    n, r = x.shape[0], rows.number
-    if n * r >= _MANY_ROWS:
-        coefficients = _stacked(x, rows, *reference.compose(standard, rows, prod(x.shape[2:]), weight, bias))
-    else:
-        coefficients = _floats(x, 3, n, r)
-        fixed = (
-            n, r, *[k for t in standard for k in _strides(t)], *_strides(weight), *_strides(bias), rows.parts,
-            standard.shift is not None, weight is not None, bias is not None, BLOCK,
-        )  # fmt: skip
-        center, scale, shift = standard
-        _run_on_rows("compose", ceil(n * r, BLOCK), fixed, center, scale, shift, weight, bias, coefficients)
-    y = torch.empty_like(x)
-    _run("apply", shape_of(x, rows, last), x, y, x, coefficients)
-    return y
-
-
-_MANY_ROWS = 1 << 28  # beyond which 32 bits do not count what there is of each
-_TALL = 1024  # samples, beyond which sums over them are torch's, which takes more programs
-
-
-def _strides(t: Tensor | None) -> tuple[int, int]:
-    """Of what broadcasts against ``[N, R]``, zero where it does."""
-    if t is None:
-        return 0, 0
-    each = [0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)]
-    return (0, each[0]) if len(each) == 1 else (each[0], each[1])
-
-
-def gradients(
-    dy: Tensor,
-    x: Tensor,
-    rows: Rows,
-    standard: Coefficients,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    wanted: tuple[bool, bool],
-) -> reference.Gradients:
-    n, r, spatial = x.shape[0], rows.number, prod(x.shape[2:])
-    center, scale, shift = standard
-    total = sums(dy, x, rows, center)
-    if n * r >= _MANY_ROWS:
-        return reference.through_affine(total[0], total[1], rows, spatial, standard, weight, bias, wanted)
-    each = n > _TALL or any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
-    per = 64 if each else n
-    out, columns = _floats(x, 4, n, r), _floats(x, 2, *([n, r] if each else [r]))
-    fixed = (
-        n, r, per, *_strides(scale), *_strides(shift), *_strides(weight), rows.parts, shift is not None,
-        weight is not None, each, min(power(n), 64), 16,
-    )  # fmt: skip
-    _run_on_rows(
-        "through_affine", ceil(r, 16) * ceil(n, per), fixed, total, scale, shift, weight, out, columns
-    )
-    found = [
-        None if t is None or not w else reference.like_affine(rows.to_channels(column, spatial), t)
-        for t, w, column in zip((weight, bias), wanted, columns, strict=True)
-    ]
-    return reference.Gradients(out[0], out[1], out[2], out[3], *found)
-
-
-def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
-    """Mean and variance of every pool."""
-    n, r = stats.shape[1:]
-    tall = plan.pool.over_batch and n > _TALL
-    if plan.trivial or not plan.simple or tall or not stats.numel() or n * r >= _MANY_ROWS:
-        return plan.stacked_statistics(stats, size)
-    groups, batch = plan.groups, plan.pool.over_batch
-    out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)
-    cells, width = out[0].numel(), r // groups
-    if batch and width == 1:
-        _run_on_rows("pool_columns", ceil(r, 16), (n, r, min(power(n), 128), 16), stats, out)
-    else:
-        samples = min(power(n), 32) if batch else 1
-        fixed = (n, r, groups, cells, batch, samples, min(power(width), 1024 // samples))
-        _run_on_rows("pool_groups", cells, fixed, stats, out)
-    return Pooled(out[0], out[1], n * r // cells * size, out)
-
-
-def back(
-    plans: Sequence[Plan],
-    gradients: Sequence[tuple[Tensor | None, Tensor | None]],
-    pooled: Sequence[Pooled],
-    stats: Tensor,
-) -> tuple[Tensor | None, Tensor | None]:
-    """From gradients at the statistics of pools to offset and slope of ``dx`` for every row."""
-    n, r = stats.shape[1:]
-    simple = stats.numel() and n * r < _MANY_ROWS and all(plan.simple for plan in plans)
-    if not simple or all(g is None for pair in gradients for g in pair):
-        return reference.back(plans, gradients, pooled, stats)
-    out, more = torch.empty_like(stats), False
-    for plan, (d_mean, d_var), seen in zip(plans, gradients, pooled, strict=True):
-        if d_mean is None and d_var is None:
-            continue
-        assert not isinstance(seen.count, Tensor)
-        fixed = (
-            n, r, plan.groups, 0 if plan.pool.over_batch else plan.groups, *_strides(d_mean), *_strides(d_var),
-            d_mean is not None, d_var is not None, plan.trivial, more, BLOCK,
-        )  # fmt: skip
-        given = (stats, out, seen.mean, d_mean, d_var)
-        _run_on_rows("back", ceil(n * r, BLOCK), fixed, *given, numbers=(float(max(seen.count, 1)),))
-        more = True
-    return out[0], out[1]
-
-
-def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
-    """SparsestMax along the last axis, or its logarithm, and the derivative, ``[..., K, K]``."""
-    point, k = point.contiguous(), point.shape[-1]
-    out, slopes, points = torch.empty_like(point), point.new_empty((*point.shape, k)), point.numel() // k
-    together = 4 if k <= 4 else 1
-    fixed = (points, (16 * torch.finfo(torch.float32).eps) ** 2, k, together, power(k), log)
-    _run_on_rows("sparsest", ceil(points, together), fixed, point, radius.contiguous(), out, slopes)
-    return out, slopes
-
-
-def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
-    x, last = dense(x)
-    dy = like(dy, x, last)
-    shape = shape_of(x, rows, last)
-    out = _floats(x, 2, shape.n, shape.width)
-    _run("sums", shape, dy, x, x, x, out, _stacked(x, rows, center), _parted(x, shape))
-    return out
-
-
-def input_gradient(
-    dy: Tensor | None,
-    x: Tensor,
-    rows: Rows,
-    scale: Tensor | None,
-    offset: Tensor | None,
-    slope: Tensor | None,
-    mean: Tensor,
-) -> Tensor:
-    x, last = dense(x)
-    dy = x if dy is None else like(dy, x, last)  # with no scale it counts for nothing
-    about = None if slope is None else mean
-    dx = torch.empty_like(x)
-    coefficients = _stacked(x, rows, scale, slope, about, offset)
-    _run("gradient", shape_of(x, rows, last), dy, x, x, dx, coefficients, coefficients)
-    return dx

@@ -17,6 +17,7 @@ import triton.language as tl
 from .kernels import _activate, _through
 
 _SIZES = ["per", "chunks"]
+_PAIRS = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would add them one by one
 
 
 @triton.jit
@@ -70,10 +71,19 @@ def _add(a, b, c, d):
 
 
 @triton.jit
+def _sums(a, b):
+    """Over channels, of both at once: the threads of a program then wait for each other once."""
+    if _PAIRS:
+        return tl.reduce((a, b), 1, _add)
+    else:
+        return tl.sum(a, 1), tl.sum(b, 1)
+
+
+@triton.jit
 def _deviations(v, ok, C):
     """All channels of some positions less their mean, and the sums of squares. What is not ``ok`` is not zero."""
     d = tl.where(ok, v - (tl.sum(v, 1) / C)[:, None], 0.0)
-    off, squares = tl.reduce((d, d * d), 1, _add)
+    off, squares = _sums(d, d * d)
     off = off / C
     return d - off[:, None], squares - C * off * off
 
@@ -166,7 +176,7 @@ def backward(
             sum_b += g
         if INPUT:
             g = g * w
-            over, along = tl.reduce((g, g * h), 1, _add)
+            over, along = _sums(g, g * h)
             _write(dx, at, (g - (over / C)[:, None] - h * (along / C)[:, None]) * r, ok)
     if PARAMETERS:
         share = parted + pid.to(tl.int64) * 2 * C

@@ -103,8 +103,9 @@ class _Sparsest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, point: Tensor, radius: Tensor, log: bool) -> Tensor:
-        if kernels_serve(point) and point.dtype == torch.float32 and point.shape[-1] <= 16:
-            from .launch import sparsest  # imports triton
+        single = point.dtype == torch.float32 and radius.numel() == 1
+        if kernels_serve(point) and single and point.shape[-1] <= 16:
+            from .passes import sparsest  # imports triton
 
             found, jacobian = sparsest(point, radius, log)
         else:
