@@ -753,6 +753,19 @@ def test_positions_of_many_channels(name: str, layout: torch.memory_format):
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("channels", [1536, 4100])
+def test_positions_of_thousands_of_channels(channels: int, layout: torch.memory_format):
+    layer = normlab.PositionalNorm2d(channels, act="silu").to(DEVICE)
+    x, dy, beside = (
+        torch.randn(2, channels, 4, 4, device=DEVICE).contiguous(memory_format=layout) for _ in range(3)
+    )
+    exact = deepcopy(layer).double()
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy, residual=beside)
+    close_to_exact(found, one_step(exact, x.double(), dy.double(), residual=beside.double()))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
 @pytest.mark.parametrize("name", ["shared", "class"])
 def test_positions_one_block_after_the_other(
     name: str, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch

@@ -121,7 +121,10 @@ def _tile(kind: Kind, c: int, s: int, last: bool, unit: int, backward: bool) -> 
 @lru_cache(maxsize=64)
 def _shared(device: int) -> int:
     """Bytes of shared memory that a program may have besides what its sums need."""
-    return 0 if device < 0 else torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 16384
+    if device < 0:
+        return 0
+    has = torch.cuda.get_device_properties(device)
+    return getattr(has, "shared_memory_per_block_optin", 49152) - 16384
 
 
 @lru_cache(maxsize=4096)
