@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,13 @@ def compile_all() -> None:
         made = launch.kernel.warmup(*given, *numbers, *launch.fixed, grid=(1,), num_warps=launch.warps)
         print(launch.kernel.__name__, launch.meet, len(made.asm["cubin"]) > 0)
 
+    class Own(normlab.Statistics):
+        pools = tuple(normlab.pools.parse_pool(p) for p in ("batch", "layer"))
+
+        def combine(self, statistics: Any, *tensors: torch.Tensor, eps: float) -> normlab.Coefficients:
+            (mean, var), (other, _) = statistics
+            return normlab.Coefficients(mean, torch.rsqrt(var + eps), mean - other)
+
     driver.set_active(NoDevice())  # type: ignore[arg-type]
     Launch._compile = compiled  # type: ignore[method-assign]
     layers = [
@@ -56,6 +64,14 @@ def compile_all() -> None:
         (partial(normlab.BatchRenorm2d, ghost=1), "one"),
         (partial(normlab.BatchGroupNorm2d, num_groups=8, ghost=1), "several"),
     ]
+    one_of_each: list[Any] = [  # what does not depend on the layout, and the kernels in parts
+        (partial(normlab.SparseSwitchNorm2d, 32), (2, 32, 2, 2)),
+        (partial(normlab.Norm2d, 32, Own()), (2, 32, 2, 2)),
+        (partial(normlab.PositionalNorm2d, 4100), (2, 4100, 2, 2)),
+    ]
+    for make, shape in one_of_each:
+        with normlab.backend("triton", host="python"):
+            make()(torch.randn(shape, requires_grad=True)).sum().backward()
     for make, launches in layers:
         for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):
             x = torch.randn(2, 32, 128 if last else 16, 128, dtype=dtype)
@@ -73,7 +89,10 @@ def test_every_kernel_compiles(tmp_path: Path):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = Counter(line.split()[0] for line in run.stdout.splitlines() if line.endswith("True"))
-    assert set(found) == {"forward", "backward", "moments", "apply", "sums", "gradient", "join"}
+    assert set(found) == {
+        "forward", "backward", "forward_in_parts", "backward_in_parts", "moments", "apply", "sums", "gradient", "join",
+        "pool_columns", "pool_groups", "compose", "through_affine", "back", "sparsest",
+    }  # fmt: skip
     assert sum(found.values()) == len(run.stdout.splitlines())
     assert found["moments"] > 4  # of split rows, too
 
