@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from math import pi, sqrt
+from math import inf, nan, sqrt
 from typing import Any
 
 import pytest
@@ -454,6 +454,14 @@ def test_the_derivative_of_sparsestmax_is_that_of_its_expression(k: int, log: bo
         (exact,) = torch.autograd.grad(expected, z, d)
         (close,) = torch.autograd.grad(found, z, d)
         assert_close(close, exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+def test_sparsestmax_of_what_is_no_number_is_none(value: float):
+    z = torch.tensor([[0.5, value, 0.2], [0.5, 0.3, 0.2]], requires_grad=True)
+    p = sparsestmax(z, 0.4)
+    p[1].sum().backward()
+    assert p[0].isnan().any() and p[1].isfinite().all()
 
 
 def test_sparsestmax_has_second_derivatives_and_one_of_its_radius():

@@ -86,6 +86,13 @@ class Statistics:
         return type(self).__name__
 
 
+def _running(sources: Sources, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Running mean and variance of pool ``k``."""
+    running = sources.running[k]
+    assert running is not None
+    return running[0].to(dtype), running[1].to(dtype)
+
+
 class _Combined:
     """Any ``combine`` of pools, as :class:`normlab.engine.PooledRule`."""
 
@@ -112,10 +119,8 @@ class _Combined:
     ) -> Coefficients:
         given = iter(pooled)
         found = [
-            (plan.expand(next(given)), plan.expand(next(given)))
-            if running is None or live
-            else (running[0].to(dtype), running[1].to(dtype))
-            for plan, running, live in zip(*self.sources[:3], strict=True)
+            (plan.expand(next(given)), plan.expand(next(given))) if live else _running(self.sources, k, dtype)
+            for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True))
         ]
         return self.statistics.combine(found, *tensors, eps=self.sources.eps)
 
@@ -213,45 +218,34 @@ class _Mix:
         return closed_call(self.sources)
 
     def __call__(self, moments: Moments, *logits: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        weights = None if self.weighting is None else self.at_rows(self.weighting(*logits))
-        return self._with_seen(lambda plan: plan.statistics(moments), weights, moments.mean.dtype)
+        weights = None
+        if self.weighting is not None:
+            weights = self.weighting(*logits)  # [2, K] or [2, K, groups]
+            weights = weights.unsqueeze(2) if self.groups == 1 else self._to_rows(weights)
+        return self._mixed(lambda plan: plan.statistics(moments), weights, moments.mean.dtype)
 
     def compute(
         self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]
     ) -> tuple[Coefficients, list[Pooled | None]]:
         w = None if self.weighting is None else self._weights(tensors, stats.dtype)[1]
-        return self._with_seen(lambda plan: plan.stacked_statistics(stats, size), w, stats.dtype)
+        return self._mixed(lambda plan: plan.stacked_statistics(stats, size), w, stats.dtype)
 
-    def _with_seen(
+    def _mixed(
         self, statistics: Callable[[Plan], Pooled], w: Any, dtype: torch.dtype
     ) -> tuple[Coefficients, list[Pooled | None]]:
-        plans = zip(self.sources.plans, self.sources.live, strict=True)
-        seen = [statistics(plan) if live else None for plan, live in plans]
-        each = iter(p for p in seen if p is not None)
-        return self.mixed(lambda plan: next(each)[:2], w, dtype), seen
-
-    def mixed(
-        self, statistics: Callable[[Plan], tuple[Tensor, Tensor]], w: Any, dtype: torch.dtype
-    ) -> Coefficients:
         """The mixture of every pool's ``statistics``, with weights ``w[0][k]`` of means, ``w[1][k]`` of variances."""
+        seen: list[Pooled | None] = []
         center = var = None
         for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True)):
-            m, v = map(plan.expand, statistics(plan)) if live else self._running(k, dtype)
+            pooled = statistics(plan) if live else None
+            seen.append(pooled)
+            m, v = _running(self.sources, k, dtype) if pooled is None else map(plan.expand, pooled[:2])
             if w is not None:
                 m, v = m * w[0][k], v * w[1][k]
             center = m if center is None else center + m
             var = v if var is None else var + v
         assert center is not None and var is not None
-        return Coefficients(center, torch.rsqrt(var + self.sources.eps))
-
-    def at_rows(self, weights: Tensor) -> Tensor:
-        """``[2, K]`` or ``[2, K, groups]`` to what weighs ``[N, R]``."""
-        return weights.unsqueeze(2) if self.groups == 1 else self._to_rows(weights)
-
-    def _running(self, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        running = self.sources.running[k]
-        assert running is not None
-        return running[0].to(dtype), running[1].to(dtype)
+        return Coefficients(center, torch.rsqrt(var + self.sources.eps)), seen
 
     def _to_rows(self, weights: Tensor) -> Tensor:  # [2, K, groups] to [2, K, R]
         return self.per_group.expand(weights.flatten(0, 1)).reshape(2, weights.shape[1], -1)
@@ -298,8 +292,19 @@ class _Mix:
         if weights is None:
             return offset, slope, ()
         d_weights = torch.stack(found, 1)  # [2, K] or [2, K, groups]
-        d_logits = weights * (d_weights - (weights * d_weights).sum(1, keepdim=True))
-        return offset, slope, tuple(d_logits.unbind(0))
+        if self.weighting is _softmax:
+            d_logits = weights * (d_weights - (weights * d_weights).sum(1, keepdim=True))
+            return offset, slope, tuple(d_logits.unbind(0))
+        return offset, slope, self._through_weighting(tensors, d_weights)
+
+    def _through_weighting(self, tensors: Sequence[Tensor], d_weights: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of what the weights are made of, by autograd: they are a few numbers."""
+        assert self.weighting is not None
+        leaves = [t.detach().requires_grad_() for t in tensors[:2]]
+        with torch.enable_grad():
+            weights = self.weighting(*(t.to(d_weights.dtype) for t in (*leaves, *tensors[2:])))
+            found = torch.autograd.grad(weights, leaves, d_weights)
+        return (*found, *(None for _ in tensors[2:]))
 
     def _gradient_of_rows(
         self, k: int, plan: Plan, pooled: Pooled | None, d: Tensor, w: Any, stats: Tensor
@@ -309,7 +314,7 @@ class _Mix:
         weighted = d
         if w is not None:
             if pooled is None:
-                at_rows = self._running(k, d.dtype)
+                at_rows = _running(self.sources, k, d.dtype)
             else:
                 at_rows = plan.expand(pooled.mean), plan.expand(pooled.var)
             each = torch.stack((d[0] * at_rows[0], d[1] * at_rows[1])).sum(1)  # [2, R]
@@ -407,9 +412,7 @@ class Mixture(Statistics):
         return logits if self.groups == 1 else logits.unsqueeze(1).repeat(1, self.groups)
 
     def rule(self, sources: Sources) -> Rule:
-        if self.weighting == "softmax":
-            return _Mix(sources, _softmax, self.groups)
-        return _SparseMix(self, sources)
+        return _Mix(sources, _softmax if self.weighting == "softmax" else _sparsest, self.groups)
 
     def closed_rule(self, sources: Sources) -> Rule:
         return _Mix(sources, _softmax, self.groups)
@@ -421,21 +424,6 @@ def _softmax(mean_weight: Tensor, var_weight: Tensor) -> Tensor:
 
 def _sparsest(mean_weight: Tensor, var_weight: Tensor, radius: Tensor) -> Tensor:
     return sparsestmax(at_least_single(torch.stack((mean_weight, var_weight))), radius, dim=1)
-
-
-class _SparseMix(_Combined):
-    """SparsestMax has no gradient as short as softmax's: autograd differentiates the weights and the mixture."""
-
-    def __init__(self, statistics: Mixture, sources: Sources) -> None:
-        super().__init__(statistics, sources)
-        self.mix = _Mix(sources, _sparsest, statistics.groups)
-
-    def combine(
-        self, pooled: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
-    ) -> Coefficients:
-        given = iter(pooled)
-        weights = self.mix.at_rows(_sparsest(*tensors))
-        return self.mix.mixed(lambda plan: (next(given), next(given)), weights, dtype)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ the centre of the simplex to its corners, it is one-hot.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from .backend import kernels_serve
 from .engine import differentiate, must_trace, wants_plain
+
+_FEW = 64  # numbers, up to which Python computes on the CPU
 
 __all__ = ["sparsemax", "sparsest_logits", "sparsestmax"]
 
@@ -43,23 +46,20 @@ def sparsest_logits(z: Tensor, radius: float | Tensor) -> Tensor:
 
 def _weights(point: Tensor, radius: float | Tensor, log: bool) -> Tensor:
     radius = torch.as_tensor(radius, dtype=point.dtype, device=point.device)
-    if must_trace(point):
+    few = point.device.type == "cpu" and point.numel() <= _FEW
+    if must_trace(point) or radius.numel() != 1 or not (few or _has_kernel(point)):
         return _expression(point, radius, log)
     return _Sparsest.apply(point, radius, log)
 
 
+def _has_kernel(point: Tensor) -> bool:
+    return kernels_serve(point) and point.dtype == torch.float32 and point.shape[-1] <= 16
+
+
 def _expression(point: Tensor, radius: Tensor, log: bool) -> Tensor:
-    found = _pushed(point, radius)[0].clamp(0, 1)
-    if not log:
-        return found
-    left = found > 0
-    return torch.where(left, torch.where(left, found, 1).log(), -torch.inf)
-
-
-def _pushed(point: Tensor, radius: Tensor, jacobian: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The point that is reached; and, from the identity ``[K, K]``, its derivative, ``[..., K, K]``."""
-    tiny, rounding = torch.finfo(point.dtype).tiny, (16 * torch.finfo(point.dtype).eps) ** 2
-    centre = result = slope = decided = None
+    """In torch operators: what compilers trace and second derivatives are those of."""
+    tiny, rounding = torch.finfo(point.dtype).tiny, _rounding(point.dtype)
+    centre = result = decided = None
     for _ in range(point.shape[-1]):
         on_simplex = sparsemax(point)
         face = (on_simplex > 0).to(point.dtype)
@@ -72,30 +72,25 @@ def _pushed(point: Tensor, radius: Tensor, jacobian: Tensor | None = None) -> tu
         apart = squared > rounding
         distance = torch.where(apart, squared, 1).sqrt() * apart
         far = (distance >= radius) | ~apart
-        divisor = torch.where(apart, distance, 1)
-        pushed = here + radius * away / divisor
+        pushed = here + radius * away / torch.where(apart, distance, 1)
         found = torch.where(far, on_simplex, pushed)
         done = far | (pushed.amin(-1, keepdim=True) >= 0)
-        if jacobian is not None:
-            # Onto the face, and then along the circle: what points to its centre is lost.
-            inner = face.unsqueeze(-1) * (jacobian - (here.unsqueeze(-1) * jacobian).sum(-2, keepdim=True))
-            unit = (away / divisor).unsqueeze(-1)
-            jacobian = (radius / divisor).unsqueeze(-1) * (
-                inner - unit * (unit * inner).sum(-2, keepdim=True)
-            )
-            inner = torch.where(far.unsqueeze(-1), inner, jacobian)
-            slope = (
-                inner
-                if slope is None or decided is None
-                else torch.where(decided.unsqueeze(-1), slope, inner)
-            )
         if result is None or decided is None:
             result, decided = found, done
         else:
             result, decided = torch.where(decided, result, found), decided | done
         point, centre = pushed, here
     assert result is not None
-    return result, slope
+    result = result.clamp(0, 1)
+    if not log:
+        return result
+    left = result > 0
+    return torch.where(left, torch.where(left, result, 1).log(), -torch.inf)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """The squared distance from the centre that is none."""
+    return (16 * torch.finfo(dtype).eps) ** 2
 
 
 class _Sparsest(torch.autograd.Function):
@@ -103,20 +98,15 @@ class _Sparsest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, point: Tensor, radius: Tensor, log: bool) -> Tensor:
-        single = point.dtype == torch.float32 and radius.numel() == 1
-        if kernels_serve(point) and single and point.shape[-1] <= 16:
+        if _has_kernel(point):
             from .passes import sparsest  # imports triton
 
             found, jacobian = sparsest(point, radius, log)
-        else:
-            one = torch.eye(point.shape[-1], dtype=point.dtype, device=point.device)
-            found, jacobian = _pushed(point, radius, one if any(ctx.needs_input_grad) else None)
-            found = found.clamp(0, 1)
-            if log:
-                left = found > 0
-                if jacobian is not None:
-                    jacobian = torch.where(left, 1 / torch.where(left, found, 1), 0).unsqueeze(-1) * jacobian
-                found = torch.where(left, found.log(), -torch.inf)
+        else:  # a hundred operators on three numbers take longer than Python does
+            length, rounding = point.shape[-1], _rounding(point.dtype)
+            each = [_of_one(z, float(radius), rounding, log) for z in point.reshape(-1, length).tolist()]
+            found = point.new_tensor([p for p, _ in each]).reshape(point.shape)
+            jacobian = point.new_tensor([j for _, j in each]).reshape(*point.shape, length)
         ctx.log = log
         ctx.save_for_backward(point, radius, jacobian)
         return found
@@ -128,3 +118,47 @@ class _Sparsest(torch.autograd.Function):
         if wants_plain(d) or needs[1]:
             return *differentiate(lambda p, r: _expression(p, r, ctx.log), (point, radius), needs, d), None
         return (d.unsqueeze(-1) * jacobian).sum(-2), None, None
+
+
+def _of_one(
+    z: list[float], radius: float, rounding: float, log: bool
+) -> tuple[list[float], list[list[float]]]:
+    """SparsestMax of one point, or its logarithm, and the derivative ``[K][K]``."""
+    places = range(len(z))
+    if not all(map(math.isfinite, (radius, *z))):
+        return [math.nan] * len(z), [[math.nan] * len(z)] * len(z)
+    point, slope = z, [[float(i == j) for j in places] for i in places]
+    centre: list[float] | None = None
+    for _ in places:  # each face is smaller
+        total, size, threshold = 0.0, 0, 0.0
+        for value in sorted(z, reverse=True):
+            total, size = total + value, size + 1
+            if 1 + size * value > total:
+                threshold = (total - 1) / size
+        point = [max(value - threshold, 0.0) for value in z]
+        face = [float(value > 0) for value in point]
+        here = [f / sum(face) for f in face]
+        if centre is not None:  # the circle cut by the smaller face
+            radius = max(radius**2 - sum((a - b) ** 2 for a, b in zip(here, centre, strict=True)), 0.0) ** 0.5
+        away = [a - b for a, b in zip(point, here, strict=True)]
+        squared = sum(a * a for a in away)
+        # Onto the face, and then along the circle: what points to its centre is lost.
+        mean = [sum(here[i] * slope[i][j] for i in places) for j in places]
+        slope = [[face[i] * (slope[i][j] - mean[j]) for j in places] for i in places]
+        if squared <= rounding or squared >= radius**2:
+            break
+        unit = [a / squared**0.5 for a in away]
+        along = [sum(unit[i] * slope[i][j] for i in places) for j in places]
+        share = radius / squared**0.5
+        slope = [[share * (slope[i][j] - unit[i] * along[j]) for j in places] for i in places]
+        z, centre = [h + radius * u for h, u in zip(here, unit, strict=True)], here
+        if min(z) >= 0:
+            point = z
+            break
+    point = [min(p, 1.0) for p in point]
+    if log:
+        slope = [
+            [s / p for s in row] if p > 0 else [0.0] * len(z) for p, row in zip(point, slope, strict=True)
+        ]
+        point = [math.log(p) if p > 0 else -math.inf for p in point]
+    return point, slope
