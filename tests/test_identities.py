@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from math import inf, nan, sqrt
+from math import inf, nan, pi, sqrt
 from typing import Any
 
 import pytest
