@@ -6,7 +6,8 @@ All candidates of a cell (shape, dtype, layout) run in one process, interleaved.
 are prepared together (``--together``) compile side by side and are then timed one after the other, while the others
 wait. Eager time includes the host; the captured graph does not. ``limit_share`` is 8 tensor passes (3 forward, 5
 backward) at the copy rate measured just before, over the captured-graph time. A part of the cells (``--shapes``,
-``--dtypes``, ``--layouts``) replaces those rows of the file and leaves the others. Errors are against the same layer in
+``--dtypes``, ``--layouts``) or of the normalizers (``--only``) replaces those rows of the file and leaves the others,
+and the reference's own row. Errors are against the same layer in
 float64, beside nn.BatchNorm2d's own.
 """
 
@@ -354,26 +355,29 @@ def main() -> None:
         jobs.append((ResNet, ()))
     for first in range(0, len(jobs), arguments.together):
         for rows in timed_in_turn(jobs[first : first + arguments.together]):
-            keep(rows, arguments.out, device)
+            keep(rows, arguments.out, device, names != LISTED)
 
 
-def keep(rows: list[dict], out: Path, device: dict[str, object]) -> None:
-    """Write the rows of a cell; what the file has of other cells stays, each row with the commit it was measured at."""
+def keep(rows: list[dict], out: Path, device: dict[str, object], part: bool) -> None:
+    """Write the rows of a cell; what the file has besides stays, each row with the commit it was measured at."""
 
-    def cell(row: dict) -> tuple[str, ...]:
-        return tuple(row[name] for name in ("shape", "dtype", "layout"))
+    def place(row: dict) -> tuple[str, ...]:
+        return tuple(row[name] for name in ("shape", "dtype", "layout", "normalizer"))
 
-    done = {cell(row) for row in rows}
-    found = [r for r in read(out) if cell(r) not in done] + [{**row, **device} for row in rows]
+    found = {place(row): row for row in read(out)}
+    for row in rows:
+        if not (part and row["normalizer"] == "nn.BatchNorm2d" and place(row) in found):
+            found[place(row)] = {**row, **device}
     order = {"x".join(map(str, shape)): i for i, shape in enumerate(SHAPES)}
-    found.sort(
+    kept = sorted(
+        found.values(),
         key=lambda r: (
             order.get(r["shape"], len(order)),
             r["dtype"] != "float32",
             r["layout"] != "contiguous",
-        )
+        ),
     )
-    write(found, out, {})
+    write(kept, out, {})
 
 
 if __name__ == "__main__":

@@ -52,6 +52,13 @@ def x(*shape: int) -> Tensor:
     return torch.randn(*(shape or (4, 6, 5, 5)))
 
 
+class Pair(normlab.Statistics):
+    pools = (normlab.Pool("channel", True),)
+
+    def combine(self, statistics, *tensors, eps):  # type: ignore[override]
+        return statistics[0]
+
+
 class NoCombine(Statistics):
     pools = (Pool("channel", True),)
 
@@ -290,6 +297,11 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "ghost of nothing": (lambda: BatchNorm2d(6, ghost=0), V, ["ghost is 0", "at least 1"]),
     "ghost renorm of nothing": (lambda: BatchRenorm2d(6, ghost=0), V, ["ghost is 0", "at least 1"]),
     "ghost for an own rule": (lambda: Norm2d(6, NoCombine(), ghost=2), V, ["NoCombine", "'batch/ghost=4'"]),
+    "an own rule of other things": (
+        lambda: Norm2d(6, Pair())(x()),
+        T,
+        ["Pair.combine returns Coefficients", "got tuple"],
+    ),
     "an own rule without combine": (
         lambda: Norm2d(6, NoCombine())(x()),
         T,

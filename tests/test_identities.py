@@ -464,6 +464,25 @@ def test_sparsestmax_of_what_is_no_number_is_none(value: float):
     assert p[0].isnan().any() and p[1].isfinite().all()
 
 
+def test_sparsestmax_of_a_radius_below_zero_is_sparsemax():
+    z = torch.tensor([0.5, 0.3, 0.25], **DOUBLE)
+    assert_close(sparsestmax(z, -0.5), sparsemax_of(z), **EXACT)
+
+
+@pytest.mark.parametrize("far", [-1e17, 1e8])
+def test_sparsestmax_does_not_see_what_all_logits_have_in_common(far: float):
+    z = torch.tensor([far, far, far - 1e16], **DOUBLE)
+    assert_close(sparsestmax(z, 0.1), torch.tensor([0.5, 0.5, 0.0], **DOUBLE), **EXACT)
+    assert_close(sparsestmax(z.expand(100, 3), 0.1)[0], torch.tensor([0.5, 0.5, 0.0], **DOUBLE), **EXACT)
+
+
+def test_sparsestmax_is_traced():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    a, b = torch.randn(3, **DOUBLE), torch.randn(3, **DOUBLE)
+    assert_close(make_fx(lambda z: sparsestmax(z, 0.3))(a)(b), sparsestmax(b, 0.3), **EXACT)
+
+
 def test_sparsestmax_has_second_derivatives_and_one_of_its_radius():
     z = torch.tensor([0.5, 0.3, 0.25], **DOUBLE, requires_grad=True)
     radius = torch.tensor(0.4, **DOUBLE, requires_grad=True)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normlab
 from cases import CASES, Case, leaves
-from normlab.sparse import sparsestmax
+from normlab.sparse import sparsest_logits, sparsestmax
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -629,6 +629,53 @@ def test_an_own_rule_of_many_samples(monkeypatch: pytest.MonkeyPatch):
     test_own_rules(("shift", "batch", "layer"), "shared")
 
 
+@pytest.mark.parametrize("log", [False, True], ids=["weights", "logits"])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_what_is_no_number_stays_none(name: str, log: bool):
+    def found(radius: float, *values: float) -> Tensor:
+        with normlab.backend(name):
+            z = torch.tensor(values, device=DEVICE)
+            return sparsest_logits(z, radius) if log else sparsestmax(z, radius)
+
+    assert found(0.4, 0.5, float("nan"), 0.2).isnan().any()
+    assert found(0.4, 0.5, float("inf"), 0.2).isnan().any()
+    assert found(float("nan"), 0.5, 0.3, 0.2).isnan().any()
+    assert_close(
+        found(-0.4, 3e7, 3e7, 0.0).exp() if log else found(-0.4, 3e7, 3e7, 0.0),
+        torch.tensor([0.5, 0.5, 0.0], device=DEVICE),
+    )
+
+
+@pytest.mark.parametrize("make", [normlab.SwitchNorm2d, normlab.SparseSwitchNorm2d])
+def test_a_mixture_of_one_pool(make: Any):
+    """Its weight is one whatever it learns, and has a gradient, of zero."""
+    layer = make(6, pools=("batch",)).to(DEVICE)
+    x, dy = torch.randn(4, 6, 3, 3, device=DEVICE), torch.randn(4, 6, 3, 3, device=DEVICE)
+    exact = deepcopy(layer).double()
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy)
+    assert not found["mean_weight"].any()
+    close_to_exact(found, one_step(exact, x.double(), dy.double()))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (1, 4), (3, 4), (4,)], ids=str)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_weights_that_broadcast(name: str, shape: tuple[int, ...]):
+    x, dy = torch.randn(3, 4, 5, device=DEVICE, requires_grad=True), torch.randn(3, 4, 5, device=DEVICE)
+    weight, bias = (torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(2))
+    plain = nn.functional.instance_norm(x) * weight.expand(3, 4)[..., None] + bias.expand(3, 4)[..., None]
+    expected = torch.autograd.grad(plain, (x, weight, bias), dy)
+    with normlab.backend(name):
+        y, _ = normlab.normalize(x, own_instance, weight=weight, bias=bias)
+        found = torch.autograd.grad(y, (x, weight, bias), dy)
+    for a, b in zip((y, *found), (plain, *expected), strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def own_instance(moments: normlab.Moments) -> normlab.Coefficients:
+    return normlab.Coefficients(moments.mean, torch.rsqrt(moments.var + 1e-5))
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (2, 1), (7, 5), (2, 3, 4)], ids=str)
 def test_sparsestmax(shape: tuple[int, ...]):
     z, d = ((0.7 * torch.randn(shape, device=DEVICE)).requires_grad_() for _ in range(2))
@@ -705,6 +752,18 @@ def few_channels(monkeypatch: pytest.MonkeyPatch):
     positions.prepare.cache_clear()
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch):
+    """Programs of positional norm that take several small blocks of positions."""
+    from normlab import positions
+
+    positions.prepare.cache_clear()
+    monkeypatch.setattr(positions, "_tile", lambda *given: positions.Tile(4, 64, 4))
+    monkeypatch.setattr(positions, "_processors", lambda device: 1)
+    yield
+    positions.prepare.cache_clear()
+
+
 POSITIONAL: dict[str, dict[str, Any]] = {
     "shared": {"affine": "shared", "act": "relu"},
     "none": {"affine": "none"},
@@ -767,17 +826,10 @@ def test_positions_of_thousands_of_channels(channels: int, layout: torch.memory_
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
 @pytest.mark.parametrize("name", ["shared", "class"])
-def test_positions_one_block_after_the_other(
-    name: str, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("few_programs")
+def test_positions_one_block_after_the_other(name: str, layout: torch.memory_format):
     """All channels at once, and several blocks of positions a program."""
-    from normlab import positions
-
-    positions.prepare.cache_clear()
-    monkeypatch.setattr(positions, "_tile", lambda *given: positions.Tile(4, 64, 4))
-    monkeypatch.setattr(positions, "_processors", lambda device: 1)
     one_positional_step(name, layout)
-    positions.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["few channels", "many channels"])

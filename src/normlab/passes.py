@@ -23,6 +23,7 @@ __all__ = ["apply", "back", "gradients", "input_gradient", "moments", "pool", "s
 
 _MANY_ROWS = 1 << 28  # beyond which 32 bits do not count what there is of each
 _TALL = 1024  # samples, beyond which sums over them are torch's, which takes more programs
+_LONG = 1 << 15  # likewise rows of a pool
 
 
 @lru_cache(maxsize=1024)
@@ -159,12 +160,13 @@ def gradients(
 def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
     """Mean and variance of every pool."""
     n, r = stats.shape[1:]
-    tall = plan.pool.over_batch and n > _TALL
-    if plan.trivial or not plan.simple or tall or not stats.numel() or n * r >= _MANY_ROWS:
-        return plan.stacked_statistics(stats, size)
     groups, batch = plan.groups, plan.pool.over_batch
+    cells = groups if batch else n * groups
+    large = n * r >= _MANY_ROWS or n * r > _LONG * cells or (batch and n > _TALL)
+    if plan.trivial or not plan.simple or large or not stats.numel():
+        return plan.stacked_statistics(stats, size)
     out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)
-    cells, width = out[0].numel(), r // groups
+    width = r // groups
     if batch and width == 1:
         _run_on_rows("pool_columns", ceil(r, 16), (n, r, min(power(n), 128), 16), stats, out)
     else:

@@ -1,8 +1,8 @@
 """Positional norm in Triton: a kernel a direction, and one that sums over the programs of backward.
 
-A program takes ``per`` blocks of a sample's positions, each with all channels at once; where these are too many, the
-kernels in parts take them some at a time. Statistics are those of deviations from the mean, whose own mean is taken off
-once more: a large mean is rounded. Capitals are constexpr. Nothing uses atomics.
+A program takes a block of a sample's positions, in backward ``per`` blocks one after the other, with all channels at
+once; where these are too many, the kernels in parts take them some at a time. Statistics are those of deviations from
+the mean, whose own mean is taken off once more: a large mean is rounded. Capitals are constexpr. Nothing uses atomics.
 """
 
 # Triton's annotations describe its compiler, not Python: names bound under constexpr branches, constants.
@@ -120,27 +120,24 @@ def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.const
     return g
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["blocks"])
 def forward(
-    x, y, residual, weight, bias, eps, leak, C, S, per, chunks,
-    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    x, y, residual, weight, bias, eps, leak, C, S, blocks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
     C, S = _known(C, S, LAST, UNIT)
-    n = tl.program_id(0) // chunks
-    first = (tl.program_id(0) % chunks) * per
+    n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     c = tl.arange(0, BC)
-    within = _within(c, C, S, LAST, FAR, BP)
+    p_ok = block * BP + tl.arange(0, BP) < S
+    ok = p_ok[:, None] & (c < C)[None, :]
+    at = _begin(n, block, C, S, LAST, FAR, BP) + _within(c, C, S, LAST, FAR, BP)
+    d, squares = _deviations(_read(x, at, ok), ok, C)
     w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-    for block in tl.range(first, tl.minimum(first + per, tl.cdiv(S, BP)), num_stages=STAGES):
-        p_ok = block * BP + tl.arange(0, BP) < S
-        ok = p_ok[:, None] & (c < C)[None, :]
-        at = _begin(n, block, C, S, LAST, FAR, BP) + within
-        d, squares = _deviations(_read(x, at, ok), ok, C)
-        z = d * _reciprocal(squares, p_ok, C, eps) * w + b
-        if RES:
-            z += _read(residual, at, ok)
-        _write(y, at, _activate(z, leak, ACT), ok)
+    z = d * _reciprocal(squares, p_ok, C, eps) * w + b
+    if RES:
+        z += _read(residual, at, ok)
+    _write(y, at, _activate(z, leak, ACT), ok)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -211,35 +208,33 @@ def _statistics(
     return mean[:, None], off[:, None], squares - C * off * off
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["blocks"])
 def forward_in_parts(
-    x, y, residual, weight, bias, eps, leak, C, S, per, chunks,
-    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    x, y, residual, weight, bias, eps, leak, C, S, blocks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
     C, S = _known(C, S, LAST, UNIT)
-    n = tl.program_id(0) // chunks
-    first = (tl.program_id(0) % chunks) * per
-    for block in range(first, tl.minimum(first + per, tl.cdiv(S, BP))):
-        p_ok = block * BP + tl.arange(0, BP) < S
-        begin = _begin(n, block, C, S, LAST, FAR, BP)
-        mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC)
-        r = _reciprocal(squares, p_ok, C, eps)
-        for start in range(0, C, BC):
-            c = start + tl.arange(0, BC)
-            ok = p_ok[:, None] & (c < C)[None, :]
-            at = begin + _within(c, C, S, LAST, FAR, BP)
-            w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-            z = (_read(x, at, ok) - mean - off) * r * w + b
-            if RES:
-                z += _read(residual, at, ok)
-            _write(y, at, _activate(z, leak, ACT), ok)
+    n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    p_ok = block * BP + tl.arange(0, BP) < S
+    begin = _begin(n, block, C, S, LAST, FAR, BP)
+    mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC)
+    r = _reciprocal(squares, p_ok, C, eps)
+    for start in range(0, C, BC):
+        c = start + tl.arange(0, BC)
+        ok = p_ok[:, None] & (c < C)[None, :]
+        at = begin + _within(c, C, S, LAST, FAR, BP)
+        w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+        z = (_read(x, at, ok) - mean - off) * r * w + b
+        if RES:
+            z += _read(residual, at, ok)
+        _write(y, at, _activate(z, leak, ACT), ok)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def backward_in_parts(
     dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
-    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip

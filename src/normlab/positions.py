@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     positions: int
     channels: int
     warps: int
-    stages: int = 1  # blocks under way: one that is computed and those that are read ahead of it
+    stages: int = 1  # of backward, blocks under way: one that is computed and those that are read ahead of it
 
 
 _WHOLE = {
@@ -71,13 +71,14 @@ class Static:
 
         def sized(backward: bool) -> tuple[Tile, tuple[Any, ...]]:
             tile = _PART[last] if parts else _tile(kind, c, s, last, unit, backward)
-            constants = (last, far, unit, tile.positions, tile.channels, tile.stages)
-            return tile, (*constants, affine, each, kind.act, kind.residual)
+            stages = (tile.stages,) if backward and not parts else ()
+            options = (affine, each, kind.act, kind.residual)
+            return tile, (last, far, unit, tile.positions, tile.channels, *stages, *options)
 
         tile, fixed = sized(False)
         blocks = ceil(s, tile.positions)
         kernel = position_kernels.forward_in_parts if parts else position_kernels.forward
-        whole = (c, s, 1, blocks, *fixed)
+        whole = (c, s, blocks, *fixed)
         self.forward = [Launch(kernel, n * blocks, whole, device, False, _FORWARD[each], tile.warps)]
         tile, fixed = sized(True)
         blocks = ceil(s, tile.positions)

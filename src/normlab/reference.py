@@ -445,9 +445,10 @@ def through_affine(
 
 def like_affine(gradient: Tensor, affine: Tensor) -> Tensor:
     """``[N, C]``, or summed over the samples ``[C]``, as ``affine`` is: ``[C]``, ``[1, C]`` or ``[N, C]``."""
-    if gradient.dim() > 1 and (affine.dim() == 1 or (affine.shape[0] == 1 and gradient.shape[0] != 1)):
-        gradient = gradient.sum(0)
-    return gradient.reshape(affine.shape).to(affine.dtype)
+    if gradient.shape != affine.shape:
+        shape = affine.shape if affine.dim() > 1 else (1, affine.shape[0])
+        gradient = gradient.reshape(-1, gradient.shape[-1]).sum_to_size(shape).reshape(affine.shape)
+    return gradient.to(affine.dtype)
 
 
 def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:

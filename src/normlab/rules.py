@@ -122,7 +122,11 @@ class _Combined:
             (plan.expand(next(given)), plan.expand(next(given))) if live else _running(self.sources, k, dtype)
             for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True))
         ]
-        return self.statistics.combine(found, *tensors, eps=self.sources.eps)
+        coefficients = self.statistics.combine(found, *tensors, eps=self.sources.eps)
+        if not isinstance(coefficients, Coefficients):
+            name, got = type(self.statistics).__name__, type(coefficients).__name__
+            raise TypeError(f"{name}.combine returns Coefficients(center, scale, shift); got {got}")
+        return coefficients
 
     def adjoint(
         self, gradients: Sequence[Tensor | None], pooled: Sequence[Pooled | None], stats: Tensor, passes: Any
@@ -214,6 +218,10 @@ class _Mix:
         from .fused import closed_call  # imports triton
 
         if self.groups > 1 or self.weighting not in (None, _softmax):
+            return None
+        if (
+            self.weighting is not None and len(self.sources.plans) == 1
+        ):  # the kernels would leave the weight out
             return None
         return closed_call(self.sources)
 

@@ -47,7 +47,8 @@ def sparsest_logits(z: Tensor, radius: float | Tensor) -> Tensor:
 def _weights(point: Tensor, radius: float | Tensor, log: bool) -> Tensor:
     radius = torch.as_tensor(radius, dtype=point.dtype, device=point.device)
     few = point.device.type == "cpu" and point.numel() <= _FEW
-    if must_trace(point) or radius.numel() != 1 or not (few or _has_kernel(point)):
+    traced = must_trace(point) or torch._C._len_torch_dispatch_stack() > 0
+    if traced or radius.dim() or not (few or _has_kernel(point)):
         return _expression(point, radius, log)
     return _Sparsest.apply(point, radius, log)
 
@@ -59,6 +60,7 @@ def _has_kernel(point: Tensor) -> bool:
 def _expression(point: Tensor, radius: Tensor, log: bool) -> Tensor:
     """In torch operators: what compilers trace and second derivatives are those of."""
     tiny, rounding = torch.finfo(point.dtype).tiny, _rounding(point.dtype)
+    point = point - point.detach().amax(-1, keepdim=True)  # changes nothing but the rounding
     centre = result = decided = None
     for _ in range(point.shape[-1]):
         on_simplex = sparsemax(point)
@@ -127,7 +129,9 @@ def _of_one(
     places = range(len(z))
     if not all(map(math.isfinite, (radius, *z))):
         return [math.nan] * len(z), [[math.nan] * len(z)] * len(z)
-    point, slope = z, [[float(i == j) for j in places] for i in places]
+    most, radius = max(z), max(radius, 0.0)
+    z = point = [value - most for value in z]
+    slope = [[float(i == j) for j in places] for i in places]
     centre: list[float] | None = None
     for _ in places:  # each face is smaller
         total, size, threshold = 0.0, 0, 0.0
@@ -139,13 +143,16 @@ def _of_one(
         face = [float(value > 0) for value in point]
         here = [f / sum(face) for f in face]
         if centre is not None:  # the circle cut by the smaller face
-            radius = max(radius**2 - sum((a - b) ** 2 for a, b in zip(here, centre, strict=True)), 0.0) ** 0.5
+            radius = (
+                max(radius * radius - sum((a - b) ** 2 for a, b in zip(here, centre, strict=True)), 0.0)
+                ** 0.5
+            )
         away = [a - b for a, b in zip(point, here, strict=True)]
         squared = sum(a * a for a in away)
         # Onto the face, and then along the circle: what points to its centre is lost.
         mean = [sum(here[i] * slope[i][j] for i in places) for j in places]
         slope = [[face[i] * (slope[i][j] - mean[j]) for j in places] for i in places]
-        if squared <= rounding or squared >= radius**2:
+        if squared <= rounding or squared >= radius * radius:
             break
         unit = [a / squared**0.5 for a in away]
         along = [sum(unit[i] * slope[i][j] for i in places) for j in places]

@@ -21,11 +21,16 @@ def sparsest(
     at = n[:, None] * K + k[None, :]
     z = tl.load(point + at, mask=ok, other=0.0)
     r = tl.load(radius) + tl.zeros((BN, 1), tl.float32)
+    # What is no number would be lost in comparisons: it is put back at the end.
+    finite = (tl.abs(z) < float("inf")) & (tl.abs(r) < float("inf"))
+    lost = tl.min(finite.to(tl.int32), 1)[:, None] == 0
+    z, r = tl.where(finite, z, 0.0), tl.where(r > 0.0, r, 0.0)
+    z -= tl.where(n < points, tl.max(tl.where(ok, z, -3e38), 1), 0.0)[:, None]
     one = tl.where(k[:, None] == k[None, :], 1.0, 0.0)[None, :, :]
     jacobian = one + tl.zeros((BN, BK, BK), tl.float32)
     result, slope = z, jacobian
     centre = z
-    decided = r < -1.0
+    decided = r < 0.0
     for step in tl.static_range(K):
         # Sparsemax: who is inside, by the sum of all that are as large.
         larger = (z[:, None, :] >= z[:, :, None]) & ok[:, None, :]
@@ -57,10 +62,12 @@ def sparsest(
         z, centre = pushed, here
     result = tl.minimum(tl.maximum(result, 0.0), 1.0)
     if LOG:
-        left = result > 0.0
-        safe = tl.where(left, result, 1.0)
-        slope = tl.where(left[:, :, None], slope / safe[:, :, None], 0.0)
-        result = tl.where(left, tl.log(safe), float("-inf"))
+        gone = result == 0.0
+        safe = tl.where(gone, 1.0, result)
+        slope = tl.where(gone[:, :, None], 0.0, slope / safe[:, :, None])
+        result = tl.where(gone, float("-inf"), tl.log(safe))
+    result = tl.where(lost, float("nan"), result)
+    slope = tl.where(lost[:, :, None], float("nan"), slope)
     tl.store(out + at, result, mask=ok)
     into = at[:, :, None] * K + k[None, None, :]
     tl.store(slopes + into, slope, mask=ok[:, :, None] & (k < K)[None, None, :])

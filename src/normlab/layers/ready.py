@@ -475,7 +475,7 @@ def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes 
     simple = isinstance(statistics, Renorm) or (
         isinstance(statistics, Single) and (live or not statistics.example_weight)
     )
-    mixture = isinstance(statistics, Mixture) and statistics.groups == 1
+    mixture = isinstance(statistics, Mixture) and statistics.groups == 1 and len(statistics.members) > 1
     if not (simple or mixture) or layer._predictor or layer.process_group is not None:
         return None
     spatial = prod(x.shape[2:])
