@@ -462,6 +462,9 @@ def test_sparsestmax_of_what_is_no_number_is_none(value: float):
     p = sparsestmax(z, 0.4)
     p[1].sum().backward()
     assert p[0].isnan().any() and p[1].isfinite().all()
+    for log in (False, True):
+        q = sparse._expression(z, torch.tensor(0.4), log)
+        assert q[0].isnan().any() and not q[1].isnan().any()
 
 
 def test_sparsestmax_of_a_radius_below_zero_is_sparsemax():

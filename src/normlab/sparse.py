@@ -86,8 +86,8 @@ def _expression(point: Tensor, radius: Tensor, log: bool) -> Tensor:
     result = result.clamp(0, 1)
     if not log:
         return result
-    left = result > 0
-    return torch.where(left, torch.where(left, result, 1).log(), -torch.inf)
+    gone = result == 0
+    return torch.where(gone, -torch.inf, torch.where(gone, 1, result).log())
 
 
 def _rounding(dtype: torch.dtype) -> float:
