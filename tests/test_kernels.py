@@ -1199,3 +1199,61 @@ def test_modes_give_the_same_bits_each_time():
     with normlab.backend("triton"), normlab.no_update(layer):
         first, second = (torch.autograd.grad(layer(x), (x, *layer.parameters()), dy) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def of_size(name: str, layout: torch.memory_format, shape: tuple[int, ...]) -> None:
+    """One step in bfloat16, beside what is known of samples alone; a sample at a time, for there may not be room."""
+    c = shape[1]
+    layer = normlab.Norm2d(c, name).to(DEVICE)
+    assert layer.bias is not None
+    x, dy = (torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    x, dy = (t.contiguous(memory_format=layout) for t in (x, dy))
+    x.requires_grad_()
+    y = layer(x)
+    dx, d_bias = torch.autograd.grad(y, (x, layer.bias), dy)
+    x, y = x.detach(), y.detach()
+    near: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
+    sums = torch.stack([g.sum((1, 2), dtype=torch.float32) for g in dy]).sum(0)
+    assert_close(d_bias, sums, rtol=1e-3, atol=1e-3 * (x.numel() / c) ** 0.5)
+    if name == "positional":  # also within a sample
+        for rows in (slice(0, 3), slice(-3, None)):
+            part = x[-1:, :, rows].float().requires_grad_()
+            expected = layer(part)
+            (slope,) = torch.autograd.grad(expected, part, dy[-1:, :, rows].float())
+            assert_close(y[-1:, :, rows].float(), expected, **near)
+            assert_close(dx[-1:, :, rows].float(), slope, **near)
+        return
+    mean = torch.stack([s.mean((1, 2), dtype=torch.float32) for s in x]).mean(0).view(c, 1, 1)
+    var = torch.stack([(s.float() - mean).square().mean((1, 2)) for s in x]).mean(0).view(c, 1, 1)
+    scale = torch.rsqrt(var + layer.eps)
+    over = torch.stack([g.mean((1, 2), dtype=torch.float32) for g in dy]).mean(0).view(c, 1, 1)
+    along = torch.stack([(g.float() * (s.float() - mean)).mean((1, 2)) for g, s in zip(dy, x, strict=True)])
+    along = along.mean(0).view(c, 1, 1) * scale
+    for k in (0, -1):
+        standard = (x[k].float() - mean) * scale
+        assert_close(y[k].float(), standard, **near)
+        assert_close(dx[k].float(), (dy[k].float() - over - standard * along) * scale, **near)
+
+
+BOTH_LAYOUTS = pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"]
+)
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("name", ["batch", "positional"])
+def test_a_sample_at_a_time(name: str, layout: torch.memory_format):
+    with normlab.backend("triton"):
+        of_size(name, layout, (3, 6, 7, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    DEVICE == "cpu" or torch.cuda.get_device_properties(0).total_memory < 40 * 2**30,
+    reason="tensors of more than 2**31 elements need a CUDA device with 40 GiB",
+)
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("shape", [(33, 64, 1024, 1024), (1, 64, 5800, 5800)], ids=["batch", "sample"])
+@pytest.mark.parametrize("name", ["batch", "positional"])
+def test_more_elements_than_32_bits_count(name: str, shape: tuple[int, ...], layout: torch.memory_format):
+    of_size(name, layout, shape)

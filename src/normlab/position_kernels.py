@@ -34,9 +34,9 @@ def _known(C, S, LAST: tl.constexpr, UNIT: tl.constexpr):
 @triton.jit
 def _begin(n, block, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr):
     """The first element of a block of sample ``n``."""
-    if FAR:
-        block = block.to(tl.int64)
     n = n.to(tl.int64)
+    if FAR:
+        block += n * 0  # which is wide
     if LAST:
         return (n * S + block * BP) * C
     else:

@@ -33,11 +33,9 @@ class Tile(NamedTuple):
     stages: int = 1  # of backward, blocks under way: one that is computed and those that are read ahead of it
 
 
-_WHOLE = {
-    True: 4096,
-    False: 2048,
-}  # channels, at most, of which a program takes all; by whether they lie last
-_PART = {True: Tile(2, 2048, 4), False: Tile(32, 128, 8)}  # where there are more
+# By whether channels lie last: how many, at most, a program takes whole; and what it takes where there are more.
+_WHOLE = {True: 4096, False: 2048}
+_PART = {True: Tile(2, 2048, 4), False: Tile(32, 128, 8)}
 
 
 class Kind(NamedTuple):

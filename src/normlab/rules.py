@@ -219,9 +219,8 @@ class _Mix:
 
         if self.groups > 1 or self.weighting not in (None, _softmax):
             return None
-        if (
-            self.weighting is not None and len(self.sources.plans) == 1
-        ):  # the kernels would leave the weight out
+        # Of one pool the kernels would leave the weight out.
+        if self.weighting is not None and len(self.sources.plans) == 1:
             return None
         return closed_call(self.sources)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from .backend import kernels_serve
 from .engine import differentiate, must_trace, wants_plain
 
-_FEW = 64  # numbers, up to which Python computes on the CPU
-
 __all__ = ["sparsemax", "sparsest_logits", "sparsestmax"]
+
+_FEW = 64  # numbers, up to which Python computes on the CPU
 
 
 def sparsemax(z: Tensor, dim: int = -1) -> Tensor:
@@ -143,10 +143,8 @@ def _of_one(
         face = [float(value > 0) for value in point]
         here = [f / sum(face) for f in face]
         if centre is not None:  # the circle cut by the smaller face
-            radius = (
-                max(radius * radius - sum((a - b) ** 2 for a, b in zip(here, centre, strict=True)), 0.0)
-                ** 0.5
-            )
+            moved = sum((a - b) ** 2 for a, b in zip(here, centre, strict=True))
+            radius = max(radius * radius - moved, 0.0) ** 0.5
         away = [a - b for a, b in zip(point, here, strict=True)]
         squared = sum(a * a for a in away)
         # Onto the face, and then along the circle: what points to its centre is lost.
