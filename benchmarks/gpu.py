@@ -7,13 +7,19 @@ are prepared together (``--together``) compile side by side and are then timed o
 wait. Eager time includes the host; the captured graph does not. ``limit_share`` is 8 tensor passes (3 forward, 5
 backward) at the copy rate measured just before, over the captured-graph time. A part of the cells (``--shapes``,
 ``--dtypes``, ``--layouts``) or of the normalizers (``--only``) replaces those rows of the file and leaves the others,
-and the reference's own row. Errors are against the same layer in
-float64, beside nn.BatchNorm2d's own.
+and the reference's own row. Errors are against the same layer in float64, beside nn.BatchNorm2d's own.
+
+Other people's layers run beside ours with ``--beside``: a class that Python can import and that takes a number of
+channels, such as that of the public code of Switchable Normalization from a checkout of it:
+
+    PYTHONPATH=Switchable-Normalization/devkit/ops python benchmarks/gpu.py --quick --only switchable \\
+        --beside switchable_norm:SwitchNorm2d
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import statistics
@@ -138,6 +144,12 @@ def errors(layer: nn.Module, x: Tensor, dy: Tensor, arguments: tuple) -> tuple[f
     return relative(y, z), relative(g, h)
 
 
+def imported(name: str) -> Callable[[int], nn.Module]:
+    """The class that ``module:Class`` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 class Cell:
     """Layers at a shape, dtype and layout: made and run once, and then timed."""
 
@@ -148,6 +160,7 @@ class Cell:
         last: bool,
         names: list[str],
         quick: bool,
+        beside: list[str],
     ) -> None:
         self.shape, self.dtype, self.last = shape, dtype, last
         layout = torch.channels_last if last else torch.contiguous_format
@@ -173,6 +186,9 @@ class Cell:
                 to = {"device": "cuda", "dtype": dtype}  # torch's do not mix dtypes
                 runs["nn.GroupNorm"] = step_of(nn.GroupNorm(32, shape[1], **to), x, dy, ())
                 runs["nn.InstanceNorm2d"] = step_of(nn.InstanceNorm2d(shape[1], affine=True, **to), x, dy, ())
+        for other in beside:
+            theirs = imported(other)(shape[1]).to("cuda", dtype)  # nor do others
+            runs[other] = step_of(theirs, x, dy, ())
         self.runs = runs
         for run in runs.values():
             for _ in range(3):
@@ -316,6 +332,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--only", default=",".join(LISTED), help="normalizers, separated by commas")
+    parser.add_argument("--beside", nargs="*", default=[], help="other layers, as module:Class")
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--layouts", default="contiguous,channels_last")
@@ -348,7 +365,17 @@ def main() -> None:
         for layout in arguments.layouts.split(",")
     ]
     jobs: list[tuple[Callable[..., Cell | ResNet], tuple]] = [
-        (Cell, (shape, getattr(torch, dtype), layout == "channels_last", names, arguments.quick))
+        (
+            Cell,
+            (
+                shape,
+                getattr(torch, dtype),
+                layout == "channels_last",
+                names,
+                arguments.quick,
+                arguments.beside,
+            ),
+        )
         for shape, dtype, layout in cells
     ]
     if arguments.model:
