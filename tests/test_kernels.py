@@ -629,6 +629,210 @@ def test_an_own_rule_of_many_samples(monkeypatch: pytest.MonkeyPatch):
     test_own_rules(("shift", "batch", "layer"), "shared")
 
 
+class Shaped(normlab.Statistics):
+    """Coefficients of given shapes: a letter each for center, scale and shift, with a factor that is learned.
+
+    ``r`` [1, R], ``s`` [N, 1], ``1`` a number, ``e`` [N, R], ``x`` that expanded, ``t`` that transposed in memory,
+    ``u`` [1, R] that begins anywhere, ``d`` in double precision, ``c`` a constant, ``-`` none.
+    """
+
+    pools = (normlab.pools.parse_pool("batch"), normlab.pools.parse_pool("group(2)"))
+
+    def __init__(self, shapes: str) -> None:
+        self.shapes = shapes
+
+    def parameters(self, channels: int) -> dict[str, Tensor]:
+        return {"factor": torch.tensor([0.5])}
+
+    def combine(self, statistics: Any, *tensors: Tensor, eps: float) -> normlab.Coefficients:
+        (mean, var), (other, spread) = statistics
+        (factor,) = tensors
+        full = mean + factor * other
+        made = {
+            "r": lambda: mean * factor,
+            "s": lambda: other.mean(1, keepdim=True) * factor,
+            "1": lambda: other.mean() * factor.reshape(()),
+            "e": lambda: full,
+            "x": lambda: mean.expand_as(full),
+            "t": lambda: full.t().contiguous().t(),
+            "d": lambda: (mean * factor).double(),
+            "u": lambda: torch.cat((mean[:, :1], mean), 1)[:, 1:],
+            "c": lambda: torch.full_like(mean, 0.7),
+            "-": lambda: None,
+        }
+        center, scale, shift = (made[s]() for s in self.shapes)
+        power = torch.rsqrt(var + spread + eps)
+        if scale is not None and self.shapes[1] not in "c-":
+            scale = scale + (power if scale.shape == power.shape else power.mean())
+        return normlab.Coefficients(center, scale, shift)  # type: ignore[arg-type]
+
+
+SHAPES_OF = ["rrr", "sss", "111", "eee", "xtx", "rs-", "cr-", "ccc", "1es", "udu"]
+
+
+@pytest.mark.parametrize("shapes", SHAPES_OF)
+@pytest.mark.parametrize(
+    ("affine", "act", "last"), [("shared", None, False), ("class", "silu", True), ("none", "relu", True)]
+)
+def test_own_coefficients_of_any_shape(shapes: str, affine: str, act: str | None, last: bool):
+    given: dict[str, Any] = {"num_classes": 3, "init_std": 0.3} if affine == "class" else {}
+    layer = normlab.Norm2d(6, Shaped(shapes), affine, act=act, **given).to(DEVICE)
+    exact = deepcopy(layer).double()
+    layout = torch.channels_last if last else torch.contiguous_format
+    x, dy, residual = (
+        torch.randn(4, 6, 5, 3, device=DEVICE).contiguous(memory_format=layout) for _ in range(3)
+    )
+    label = {"label": torch.tensor([0, 2, 1, 2], device=DEVICE)} if affine == "class" else {}
+    for name in ("python", "compiled"):
+        made = deepcopy(layer)
+        with normlab.backend("triton", host=name):
+            # The second call is the quick one, the third launches otherwise.
+            steps = [one_step(made, x, dy, residual=residual, **label) for _ in range(3)]
+        other = deepcopy(exact)
+        for found in steps:
+            wanted = one_step(other, x.double(), dy.double(), residual=residual.double(), **label)
+            close_to_exact(found, wanted)
+
+
+def is_recorded(y: Tensor) -> bool:
+    """Whether the kernels around a rule of one's own made ``y``."""
+    from normlab import recorded
+
+    return isinstance(y.grad_fn, recorded._Normalize._backward_cls)  # type: ignore[attr-defined]
+
+
+def test_own_rules_take_the_kernels_around_them():
+    x = torch.randn(4, 6, 3, 3, device=DEVICE, requires_grad=True)
+    with normlab.backend("triton"):
+        layer = normlab.Norm2d(6, Shaped("rs-")).to(DEVICE)
+        assert is_recorded(layer(x)) and is_recorded(layer(x))
+        assert not is_recorded(layer.eval()(x))  # running statistics
+        assert not is_recorded(normlab.Norm2d(6, Own("both", "batch/ghost=2")).to(DEVICE)(x))
+        assert is_recorded(normlab.Norm2d(6, Own("both", "layer")).to(DEVICE).eval()(x))
+
+
+def test_what_an_own_rule_need_not_differentiate():
+    layer = normlab.Norm2d(6, Shaped("rse")).to(DEVICE)
+    exact = deepcopy(layer).double()
+    x, dy = torch.randn(4, 6, 3, 3, device=DEVICE), torch.randn(4, 6, 3, 3, device=DEVICE)
+    with normlab.backend("triton"):
+        with torch.no_grad():
+            assert_close(layer(x).double(), exact(x.double()), **SAME)
+        for frozen in ((), ("factor",), ("weight", "bias"), ("factor", "weight", "bias")):
+            for of in (layer, exact):
+                for name, p in of.named_parameters():
+                    p.requires_grad_(name not in frozen)
+            parameters = [p for p in layer.parameters() if p.requires_grad]
+            others = [p for p in exact.parameters() if p.requires_grad]
+            if others:  # of the parameters alone
+                found = torch.autograd.grad(layer(x), parameters, dy)
+                wanted = torch.autograd.grad(exact(x.double()), others, dy.double())
+                assert_close([g.double() for g in found], list(wanted), rtol=1e-4, atol=1e-4)
+            (a, b) = x.clone().requires_grad_(), x.double().requires_grad_()
+            found = torch.autograd.grad(layer(a), (a, *parameters), dy)
+            wanted = torch.autograd.grad(exact(b), (b, *others), dy.double())
+            assert_close([g.double() for g in found], list(wanted), rtol=1e-4, atol=1e-4)
+
+
+def test_running_statistics_of_own_rules_move_in_the_kernel():
+    """As torch's operators move them: of one branch, with any momentum, and not where the rule fails."""
+
+    class Fails(Shaped):
+        fails = False
+
+        def combine(self, statistics: Any, *tensors: Tensor, eps: float) -> normlab.Coefficients:
+            if self.fails:
+                raise RuntimeError("not today")
+            return super().combine(statistics, *tensors, eps=eps)
+
+    statistics = Fails("rs-")
+    layer = normlab.Norm2d(5, Own("both", "batch", "layer"), branches=("one", "two", "three")).to(DEVICE)
+    plain = normlab.Norm2d(6, statistics, momentum=0.3).to(DEVICE)
+    for made, channels, branch in ((layer, 5, "two"), (plain, 6, None)):
+        other = deepcopy(made)
+        given = {} if branch is None else {"branch": branch}
+        for k in range(3):
+            x = torch.randn(4, channels, 3, 3, device=DEVICE) + k
+            made.momentum = other.momentum = 0.1 * (k + 1)
+            made.eps = other.eps = 1e-5 * 10**k
+            with normlab.backend("triton"):
+                y = made(x, **given)
+            with normlab.backend("torch"):
+                assert_close(y, other(x, **given), **SAME)
+        for (name, a), b in zip(made.named_buffers(), other.buffers(), strict=True):
+            assert_close(a, b, **SAME, msg=lambda m, name=name: f"{name}: {m}")
+        assert made.num_batches_tracked.sum() == 3
+    statistics.fails = True
+    before = {n: b.clone() for n, b in plain.named_buffers()}
+    with normlab.backend("triton"), pytest.raises(RuntimeError, match="not today"):
+        plain(torch.randn(4, 6, 3, 3, device=DEVICE))
+    for name, b in plain.named_buffers():
+        assert torch.equal(b, before[name])
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_an_own_rule_runs_again(reentrant: bool):
+    """Checkpointing: the same gradients, and running statistics that moved once."""
+    layer = normlab.Norm2d(6, Shaped("rse"), act="relu").to(DEVICE)
+    other = deepcopy(layer)
+    x, dy = torch.randn(4, 6, 3, 3, device=DEVICE, requires_grad=True), torch.randn(4, 6, 3, 3, device=DEVICE)
+    for k in range(3):
+        with normlab.backend("triton"):
+            y = checkpoint(layer, x, use_reentrant=reentrant)
+            y.backward(dy)
+            wanted = torch.autograd.grad(other(x), (x, *other.parameters()), dy)
+        assert x.grad is not None
+        for g, w in zip((x.grad, *(p.grad for p in layer.parameters())), wanted, strict=True):
+            assert torch.equal(g, w), k
+        x.grad = None
+        layer.zero_grad()
+        for (_, a), b in zip(layer.named_buffers(), other.buffers(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_an_own_rule_under_autocast_and_in_sixteen_bits():
+    layer = normlab.Norm2d(6, Shaped("rse"), act="relu").to(DEVICE)
+    x = torch.randn(4, 6, 3, 3, device=DEVICE)
+    with normlab.backend("triton"):
+        exact = layer(x)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            for _ in range(2):
+                y = layer(x.bfloat16())
+        assert y.dtype == torch.bfloat16
+        assert_close(y.float(), exact, rtol=5e-2, atol=5e-2)
+        halves = deepcopy(layer).bfloat16()
+        a = x.bfloat16().requires_grad_()
+        found = torch.autograd.grad(halves(a), (a, *halves.parameters()), torch.ones_like(a))
+    assert all(g.dtype == torch.bfloat16 for g in found)
+
+
+def test_own_rules_give_the_same_bits_on_either_host():
+    x, dy = torch.randn(8, 40, 9, 9, device=DEVICE), torch.randn(8, 40, 9, 9, device=DEVICE)
+    found = []
+    for name in ("python", "compiled"):
+        torch.manual_seed(0)
+        layer = normlab.Norm2d(40, Shaped("1se"), act="leaky_relu").to(DEVICE)
+        with normlab.backend("triton", host=name):
+            for _ in range(3):
+                a = x.clone().requires_grad_()
+                y = layer(a)
+                step = (y, *torch.autograd.grad(y, (a, *layer.parameters()), dy), *layer.buffers())
+        found.append([t.clone() for t in step])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_own_coefficients_that_do_not_fit_get_a_sentence():
+    class Wrong(Own):
+        def combine(self, statistics: Any, *tensors: Tensor, eps: float) -> normlab.Coefficients:
+            mean, var = statistics[0]
+            return normlab.Coefficients(mean[:, :-1], torch.rsqrt(var + eps))
+
+    layer = normlab.Norm2d(6, Wrong("both", "batch")).to(DEVICE)
+    with normlab.backend("triton"), pytest.raises(ValueError, match=r"center has shape .* broadcast"):
+        layer(torch.randn(4, 6, 3, 3, device=DEVICE))
+    assert int(layer.num_batches_tracked) == 0  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("log", [False, True], ids=["weights", "logits"])
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_what_is_no_number_stays_none(name: str, log: bool):

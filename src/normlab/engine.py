@@ -340,7 +340,9 @@ def both(found: Any) -> tuple[Coefficients, Any]:
     return Coefficients(*each), found[1]
 
 
-def _check(x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None) -> None:
+def check_coefficients(
+    x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None
+) -> None:
     """Raise where a kernel would read beyond what there is."""
     n, r, c = x.shape[0], rows.number, rows.channels
     for name, t in zip((*Coefficients._fields, "weight", "bias"), (*standard, weight, bias), strict=True):
@@ -407,7 +409,7 @@ class _Normalize(torch.autograd.Function):
                     standard, _ = both(pooled.combine(given[:number], others, stats.dtype))
         box.append(seen)
         detached = standard.detached()
-        _check(x, rows, detached, weight, bias)
+        check_coefficients(x, rows, detached, weight, bias)
         # Statistics of x itself say by their dtype whether its means dwarf its deviations; running ones do not.
         far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
         y = passes.apply(x, rows, detached, weight, bias, far=far)

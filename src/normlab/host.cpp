@@ -219,6 +219,7 @@ struct Launch {
 };
 
 constexpr size_t Most = 32;  // tensors of a launch
+constexpr size_t MostNumbers = 8;
 constexpr size_t MostParameters = 96;
 
 // Launch what Triton compiled, with the tensors of a call; the last address, for meeting, is not among them.
@@ -247,7 +248,7 @@ void run(const Launch& launch, const Tensor* tensors, size_t number, const uint6
     const uint64_t here = tensors[i].defined() ? reinterpret_cast<uint64_t>(tensors[i].const_data_ptr()) : first;
     addresses[i] = here + (shifts == nullptr ? 0 : shifts[i]);
   }
-  std::array<float, 8> floats;
+  std::array<float, MostNumbers> floats;
   for (size_t i = 0; i < how_many; ++i) floats[i] = static_cast<float>(numbers[i]);
   void* stream = driver.stream_of(device);
   Tensor counter;
@@ -664,18 +665,12 @@ void plan_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// set(which, launches): each a callable, or (function, grid, threads, shared, meet, ((kind, index, constant), ...)).
-PyObject* plan_set(PyObject* self, PyObject* args) {
-  HANDLE_TH_ERRORS
-  unsigned int which = 0;
-  PyObject* list = nullptr;
-  if (PyArg_ParseTuple(args, "IO!", &which, &PyList_Type, &list) == 0) return nullptr;
-  auto& place = (*reinterpret_cast<PlanObject*>(self)->plan)->launches.at(which);
-  if (place.load() != nullptr) Py_RETURN_NONE;
-  auto made = std::make_unique<std::vector<Launch>>(PyList_GET_SIZE(list));
-  for (size_t i = 0; i < made->size(); ++i) {
+// Launches from a list: each a callable, or (function, grid, threads, shared, meet, ((kind, index, constant), ...)).
+std::vector<Launch> launches_from(PyObject* list) {
+  std::vector<Launch> made(PyList_GET_SIZE(list));
+  for (size_t i = 0; i < made.size(); ++i) {
     PyObject* item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
-    Launch& launch = (*made)[i];
+    Launch& launch = made[i];
     if (PyTuple_Check(item) == 0) {
       launch.callable = Kept(item);
       continue;
@@ -685,7 +680,7 @@ PyObject* plan_set(PyObject* self, PyObject* args) {
     PyObject* slots = nullptr;
     if (PyArg_ParseTuple(item, "KIIIpO!", &function, &launch.grid, &launch.threads, &launch.shared, &meet,
                          &PyTuple_Type, &slots) == 0) {
-      return nullptr;
+      throw_python_error();
     }
     launch.function = reinterpret_cast<void*>(function);
     launch.meet = meet != 0;
@@ -694,12 +689,22 @@ PyObject* plan_set(PyObject* self, PyObject* args) {
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(slots); ++k) {
       int kind = 0, index = 0;
       long long constant = 0;
-      if (PyArg_ParseTuple(PyTuple_GET_ITEM(slots, k), "iiL", &kind, &index, &constant) == 0) return nullptr;
+      if (PyArg_ParseTuple(PyTuple_GET_ITEM(slots, k), "iiL", &kind, &index, &constant) == 0) throw_python_error();
       TORCH_CHECK_VALUE(index >= 0 && index < static_cast<int>(Most), "there is no tensor or number ", index);
       launch.slots.push_back({static_cast<Slot::Kind>(kind), index, constant});
     }
   }
-  place.store(made.release(), std::memory_order_release);
+  return made;
+}
+
+PyObject* plan_set(PyObject* self, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned int which = 0;
+  PyObject* list = nullptr;
+  if (PyArg_ParseTuple(args, "IO!", &which, &PyList_Type, &list) == 0) return nullptr;
+  auto& place = (*reinterpret_cast<PlanObject*>(self)->plan)->launches.at(which);
+  if (place.load() != nullptr) Py_RETURN_NONE;
+  place.store(new std::vector<Launch>(launches_from(list)), std::memory_order_release);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -793,6 +798,86 @@ PyType_Slot entry_slots[] = {{Py_tp_new, reinterpret_cast<void*>(entry_new)},
 PyType_Spec entry_spec = {"normlab_host.Entry", sizeof(Entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
                           entry_slots};
 
+// Launches that follow each other, for a `Stage` of host.py.
+struct Stage {
+  PyObject_HEAD
+  vectorcallfunc call;
+  int device;
+  std::vector<Launch>* launches;
+};
+
+// stage(tensors, numbers): both tuples; None for a tensor that is not there.
+PyObject* stage_call(PyObject* self, PyObject* const* args, size_t flags, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const auto& stage = *reinterpret_cast<Stage*>(self);
+  TORCH_CHECK_TYPE(PyVectorcall_NARGS(flags) == 2 && names == nullptr && PyTuple_Check(args[0]) != 0 &&
+                   PyTuple_Check(args[1]) != 0, "a stage takes a tuple of tensors or None, and one of numbers");
+  const auto number = static_cast<size_t>(PyTuple_GET_SIZE(args[0]));
+  const auto how_many = static_cast<size_t>(PyTuple_GET_SIZE(args[1]));
+  std::array<Tensor, Most> tensors;
+  std::array<double, MostNumbers> numbers{};
+  TORCH_CHECK_VALUE(number > 0 && number < Most && how_many <= numbers.size(), "a stage takes at most ", Most - 1,
+                    " tensors and ", numbers.size(), " numbers");
+  for (size_t i = 0; i < number; ++i) {
+    PyObject* item = PyTuple_GET_ITEM(args[0], static_cast<Py_ssize_t>(i));
+    if (item == Py_None) continue;
+    TORCH_CHECK_TYPE(THPVariable_Check(item), "a stage takes tensors");
+    tensors[i] = THPVariable_Unpack(item);
+  }
+  TORCH_CHECK_VALUE(tensors[0].defined(), "the first tensor of a stage is there");
+  for (size_t i = 0; i < how_many; ++i) {
+    numbers[i] = PyFloat_AsDouble(PyTuple_GET_ITEM(args[1], static_cast<Py_ssize_t>(i)));
+    if (numbers[i] == -1.0 && PyErr_Occurred() != nullptr) return nullptr;
+  }
+  {
+    const pybind11::gil_scoped_release release;
+    c10::OptionalDeviceGuard guard;
+    if (stage.device >= 0) {
+      guard.reset_device(tensors[0].device());
+      driver.ensure_context(stage.device);
+    }
+    for (const Launch& launch : *stage.launches) {
+      run(launch, tensors.data(), number, nullptr, numbers.data(), how_many, tensors[0], true, stage.device);
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* stage_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
+  HANDLE_TH_ERRORS
+  int device = 0;
+  PyObject* list = nullptr;
+  if (PyArg_ParseTuple(args, "iO!", &device, &PyList_Type, &list) == 0) return nullptr;
+  auto launches = std::make_unique<std::vector<Launch>>(launches_from(list));
+  Owned made = checked(type->tp_alloc(type, 0));
+  auto* stage = reinterpret_cast<Stage*>(made.get());
+  stage->call = stage_call;
+  stage->device = device;
+  stage->launches = launches.release();
+  return made.release();
+  END_HANDLE_TH_ERRORS
+}
+
+void stage_dealloc(PyObject* self) {
+  delete reinterpret_cast<Stage*>(self)->launches;
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMemberDef stage_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Stage, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyType_Slot stage_slots[] = {{Py_tp_new, reinterpret_cast<void*>(stage_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(stage_dealloc)},
+                             {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                             {Py_tp_members, stage_members},
+                             {0, nullptr}};
+PyType_Spec stage_spec = {"normlab_host.Stage", sizeof(Stage), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+                          stage_slots};
+
 PyObject* open_driver(PyObject* /*module*/, PyObject* /*none*/) {
   HANDLE_TH_ERRORS
   const std::string missing = driver.open();
@@ -824,6 +909,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_normlab_host(
   Owned entry = checked(PyType_FromSpec(&entry_spec));
   if (PyModule_AddObjectRef(made.get(), "Plan", reinterpret_cast<PyObject*>(plan_type)) != 0) return nullptr;
   if (PyModule_AddObjectRef(made.get(), "Entry", entry.get()) != 0) return nullptr;
+  Owned stage = checked(PyType_FromSpec(&stage_spec));
+  if (PyModule_AddObjectRef(made.get(), "Stage", stage.get()) != 0) return nullptr;
   return made.release();
   END_HANDLE_TH_ERRORS
 }

@@ -257,6 +257,15 @@ def learn_launches(static: Static, which: int, launches: list[Launch]) -> bool:
     return known
 
 
+def stage_of(launches: list[Launch]) -> Any:
+    """``launches``, which Python has just run, as one call; None where Python serves, False where it always will."""
+    device = launches[0].device
+    if (module := library(device)) is None:
+        return None
+    described = [None if launch.takes is None else _described(launch, *launch.takes) for launch in launches]
+    return all(d is not None for d in described) and module.Stage(device, described)
+
+
 def _described(launch: Launch, tensors: Sequence[int], numbers: Sequence[int]) -> Any:
     """A launch as host.cpp takes it; None where it is not compiled, or is of a kind that is not known here.
 

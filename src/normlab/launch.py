@@ -7,6 +7,7 @@ which spares most of the time that Triton's own launch path takes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from . import whole_kernels
+from . import host, whole_kernels
 
 if TYPE_CHECKING:
     from .engine import Rows
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Launch",
     "Shape",
+    "Stage",
     "addresses",
     "dense",
     "laid",
     "like",
+    "on_device",
     "pass_alone",
     "tiles",
 ]
@@ -320,3 +323,36 @@ def addresses(tensors: Tensors) -> list[int]:
         return []
     here = first.data_ptr()
     return [here if t is None else t.data_ptr() for t in tensors]
+
+
+_here = nullcontext()
+
+
+def on_device(device: int) -> Any:
+    """As torch.cuda.device, which takes longer where there is nothing to change."""
+    return _here if device < 0 or torch._C._cuda_getDevice() == device else torch.cuda.device(device)
+
+
+class Stage:
+    """Launches that follow each other as one call: of the compiled host path where it is there, else one by one.
+
+    A launch says by ``takes`` what it has of the tensors and numbers of the call. Its kernel is compiled for the types
+    and the alignment of the tensors that the first call brings; later calls must bring the same.
+    """
+
+    __slots__ = ("_compiled", "_launches")
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self._launches = launches
+        self._compiled: Any = None  # False where it cannot be
+
+    def __call__(self, tensors: Tensors, numbers: tuple[float, ...]) -> None:
+        if self._compiled:
+            self._compiled(tensors, numbers)
+            return
+        places = addresses(tensors)
+        with on_device(self._launches[0].device):
+            for launch in self._launches:
+                launch(tensors, places, numbers)
+        if self._compiled is None:
+            self._compiled = host.stage_of(self._launches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,40 @@ import torch
 from torch import Tensor
 
 from . import reference, row_kernels, sparse_kernels
-from .launch import BLOCK, Launch, Shape, addresses, ceil, dense, like, pass_alone, power, shape_of, tiles
+from .launch import (
+    BLOCK,
+    Launch,
+    Shape,
+    addresses,
+    ceil,
+    dense,
+    like,
+    on_device,
+    pass_alone,
+    power,
+    shape_of,
+    tiles,
+)
 from .pools import Pooled
 
 if TYPE_CHECKING:
     from .engine import Coefficients, Rows
     from .pools import Plan
 
-__all__ = ["apply", "back", "gradients", "input_gradient", "moments", "pool", "sparsest", "sums"]
+__all__ = [
+    "apply",
+    "back",
+    "gradients",
+    "input_gradient",
+    "moments",
+    "pool",
+    "pool_launch",
+    "sparsest",
+    "strides",
+    "sums",
+    "too_large",
+    "too_many",
+]
 
 _MANY_ROWS = 1 << 28  # beyond which 32 bits do not count what there is of each
 _TALL = 1024  # samples, beyond which sums over them are torch's, which takes more programs
@@ -36,7 +61,7 @@ def _launch(
 def _run(name: str, shape: Shape, *given: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
     pointers = addresses(given)
     types, aligned = tuple([t.dtype for t in given]), tuple([p % 16 == 0 for p in pointers])
-    with _on(shape.device):
+    with on_device(shape.device):
         _launch(name, shape, types, aligned)(given, pointers, numbers)
         if name in ("moments", "sums") and tiles(shape, "sums").splits > 1:
             _launch(name, shape, types, aligned, True)(given, pointers, numbers)
@@ -59,16 +84,8 @@ def _run_on_rows(
         tuple([t if t is None else t.dtype for t in given]),
         tuple([p % 16 == 0 for p in pointers]),
     )
-    with _on(device):
+    with on_device(device):
         _launch_on_rows(name, grid, fixed, device, types, aligned)(given, pointers, numbers)
-
-
-_here = nullcontext()
-
-
-def _on(device: int) -> Any:
-    """As torch.cuda.device, which takes longer where there is nothing to change."""
-    return _here if device < 0 or torch._C._cuda_getDevice() == device else torch.cuda.device(device)
 
 
 def _floats(x: Tensor, *size: int) -> Tensor:
@@ -108,17 +125,17 @@ def apply(
     else:
         coefficients = _floats(x, 3, n, r)
         fixed = (
-            n, r, *[k for t in standard for k in _strides(t)], *_strides(weight), *_strides(bias), rows.parts,
-            standard.shift is not None, weight is not None, bias is not None, BLOCK,
+            n, r, *[k for t in standard for k in strides(t)], *strides(weight), *strides(bias), 0, rows.parts,
+            standard.shift is not None, weight is not None, bias is not None, False, BLOCK,
         )  # fmt: skip
-        center, scale, shift = standard
-        _run_on_rows("compose", ceil(n * r, BLOCK), fixed, center, scale, shift, weight, bias, coefficients)
+        given = (*standard, weight, bias, coefficients, *[None] * 5)
+        _run_on_rows("compose", ceil(n * r, BLOCK), fixed, *given, numbers=(0.0, 0.0))
     y = torch.empty_like(x)
     _run("apply", shape_of(x, rows, last), x, y, x, coefficients)
     return y
 
 
-def _strides(t: Tensor | None) -> tuple[int, int]:
+def strides(t: Tensor | None) -> tuple[int, int]:
     """Of what broadcasts against ``[N, R]``, zero where it does."""
     if t is None:
         return 0, 0
@@ -144,12 +161,11 @@ def gradients(
     per = 64 if each else n
     out, columns = _floats(x, 4, n, r), _floats(x, 2, *([n, r] if each else [r]))
     fixed = (
-        n, r, per, *_strides(scale), *_strides(shift), *_strides(weight), rows.parts, shift is not None,
-        weight is not None, each, min(power(n), 64), 16,
+        0, 0, n, r, per, *strides(scale), *strides(shift), *strides(weight), rows.parts, shift is not None,
+        weight is not None, each, 1, 1, 1, True, min(power(n), 64), 16,
     )  # fmt: skip
-    _run_on_rows(
-        "through_affine", ceil(r, 16) * ceil(n, per), fixed, total, scale, shift, weight, out, columns
-    )
+    given = (total, scale, shift, weight, out[3], None, *out[:3], *columns)
+    _run_on_rows("through_affine", ceil(r, 16) * ceil(n, per), fixed, *given)
     found = [
         None if t is None or not w else reference.like_affine(rows.to_channels(column, spatial), t)
         for t, w, column in zip((weight, bias), wanted, columns, strict=True)
@@ -161,19 +177,33 @@ def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
     """Mean and variance of every pool."""
     n, r = stats.shape[1:]
     groups, batch = plan.groups, plan.pool.over_batch
-    cells = groups if batch else n * groups
-    large = n * r >= _MANY_ROWS or n * r > _LONG * cells or (batch and n > _TALL)
-    if plan.trivial or not plan.simple or large or not stats.numel():
+    if plan.trivial or not plan.simple or too_large(n, r, groups, batch) or not stats.numel():
         return plan.stacked_statistics(stats, size)
     out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)
+    mean, var = out.unbind()
+    name, programs, fixed = pool_launch(n, r, groups, batch)
+    _run_on_rows(name, programs, (0, *fixed), stats, mean, var)
+    return Pooled(mean, var, n * r // mean.numel() * size, out)
+
+
+def too_large(n: int, r: int, groups: int, batch: bool) -> bool:
+    """Whether a pool is one for torch's sums, which take more programs."""
+    return n * r > _LONG * (groups if batch else n * groups) or too_many(n if batch else 1, n * r)
+
+
+def too_many(samples: int, rows: int) -> bool:
+    """Whether sums over the samples are torch's likewise, or 32 bits do not count the rows."""
+    return samples > _TALL or rows >= _MANY_ROWS
+
+
+def pool_launch(n: int, r: int, groups: int, batch: bool) -> tuple[str, int, tuple[Any, ...]]:
+    """The kernel of a pool on ``[N, R]``, its programs, and its arguments but for where the moments begin."""
     width = r // groups
     if batch and width == 1:
-        _run_on_rows("pool_columns", ceil(r, 16), (n, r, min(power(n), 128), 16), stats, out)
-    else:
-        samples = min(power(n), 32) if batch else 1
-        fixed = (n, r, groups, cells, batch, samples, min(power(width), 1024 // samples))
-        _run_on_rows("pool_groups", cells, fixed, stats, out)
-    return Pooled(out[0], out[1], n * r // cells * size, out)
+        return "pool_columns", ceil(r, 16), (n, r, min(power(n), 128), 16)
+    samples = min(power(n), 32) if batch else 1
+    fixed = (n, r, groups, batch, samples, min(power(width), 1024 // samples))
+    return "pool_groups", groups if batch else n * groups, fixed
 
 
 def back(
@@ -187,19 +217,19 @@ def back(
     simple = stats.numel() and n * r < _MANY_ROWS and all(plan.simple for plan in plans)
     if not simple or all(g is None for pair in gradients for g in pair):
         return reference.back(plans, gradients, pooled, stats)
-    out, more = torch.empty_like(stats), False
+    out, more = torch.empty((3, n, r), dtype=torch.float32, device=stats.device), False
     for plan, (d_mean, d_var), seen in zip(plans, gradients, pooled, strict=True):
         if d_mean is None and d_var is None:
             continue
         assert not isinstance(seen.count, Tensor)
         fixed = (
-            n, r, plan.groups, 0 if plan.pool.over_batch else plan.groups, *_strides(d_mean), *_strides(d_var),
-            d_mean is not None, d_var is not None, plan.trivial, more, BLOCK,
+            0, 0, n, r, plan.groups, 0 if plan.pool.over_batch else plan.groups, *strides(d_mean), *strides(d_var),
+            d_mean is not None, d_var is not None, plan.trivial, more, False, BLOCK,
         )  # fmt: skip
         given = (stats, out, seen.mean, d_mean, d_var)
         _run_on_rows("back", ceil(n * r, BLOCK), fixed, *given, numbers=(float(max(seen.count, 1)),))
         more = True
-    return out[0], out[1]
+    return out[2], out[0]
 
 
 def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,9 @@ import triton.language as tl
 
 
 @triton.jit
-def pool_columns(stats, out, N, R, BN: tl.constexpr, BR: tl.constexpr):
-    """Mean and variance over the samples, ``[2, R]``, of moments ``[2, N, R]``."""
+def pool_columns(stats, pooled_mean, pooled_var, stats_at, N, R, BN: tl.constexpr, BR: tl.constexpr):
+    """Mean and variance over the samples, ``[R]`` each, of moments ``[2, N, R]`` that begin at ``stats_at``."""
+    stats += stats_at
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     total = tl.zeros((BN, BR), tl.float32)
     for start in range(0, N, BN):
@@ -31,13 +32,16 @@ def pool_columns(stats, out, N, R, BN: tl.constexpr, BR: tl.constexpr):
         at = n[:, None] * R + r[None, :]
         d = tl.where(ok, tl.load(stats + at, mask=ok, other=0.0) - mean[None, :], 0.0)
         total += tl.load(stats + N * R + at, mask=ok, other=0.0) + d * d
-    tl.store(out + r, mean, mask=r < R)
-    tl.store(out + R + r, tl.sum(total, 0) / N, mask=r < R)
+    tl.store(pooled_mean + r, mean, mask=r < R)
+    tl.store(pooled_var + r, tl.sum(total, 0) / N, mask=r < R)
 
 
 @triton.jit
-def pool_groups(stats, out, N, R, groups, cells, BATCH: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr):
-    """Mean and variance of each of ``groups`` equal groups of rows, ``[2, cells]``: of every sample, or over them."""
+def pool_groups(
+    stats, pooled_mean, pooled_var, stats_at, N, R, groups, BATCH: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    """Likewise of each of ``groups`` equal groups of rows: of every sample, or over them."""
+    stats += stats_at
     cell = tl.program_id(0)
     width = R // groups
     first, many = cell // groups, 1
@@ -62,47 +66,55 @@ def pool_groups(stats, out, N, R, groups, cells, BATCH: tl.constexpr, BN: tl.con
             at = (first + n)[:, None] * R + (begin + r)[None, :]
             d = tl.where(ok, tl.load(stats + at, mask=ok, other=0.0) - mean, 0.0)
             total += tl.load(stats + N * R + at, mask=ok, other=0.0) + d * d
-    tl.store(out + cell, mean)
-    tl.store(out + cells + cell, tl.sum(tl.sum(total, 1), 0) / (many * width))
+    tl.store(pooled_mean + cell, mean)
+    tl.store(pooled_var + cell, tl.sum(tl.sum(total, 1), 0) / (many * width))
 
 
 @triton.jit
 def back(
-    stats, out, pooled, d_mean, d_var, count, N, R, groups, sample, mean_s, mean_r, var_s, var_r,
-    MEAN: tl.constexpr, VAR: tl.constexpr, OWN: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+    stats, out, pooled, d_mean, d_var, count, stats_at, out_at, N, R, groups, sample, mean_s, mean_r, var_s, var_r,
+    MEAN: tl.constexpr, VAR: tl.constexpr, OWN: tl.constexpr, MORE: tl.constexpr, ABOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Offset and slope of every row, ``[2, N, R]``, from gradients at a pool's statistics; MORE adds to what is there.
+    """Slope, mean and offset of every row, ``[3, N, R]``, from gradients at a pool's statistics.
 
-    A row's statistic is ``sample * n + r // (R / groups)``; ``sample`` is zero for pools over the batch. OWN: every row
-    is a pool.
+    They begin at ``out_at``, and the moments at ``stats_at``. MORE adds to what is there; ABOUT: the means
+    are written, too. A row's statistic is ``sample * n + r // (R / groups)``; ``sample`` is zero for pools over the
+    batch. OWN: every row is a pool.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = i < N * R
     n, r = i // R, i % R
     g = r // (R // groups)
+    size = N * R
+    stats += stats_at
+    out += out_at
     offset = tl.zeros((BLOCK,), tl.float32)
     slope = tl.zeros((BLOCK,), tl.float32)
+    mean = tl.load(stats + i, mask=ok, other=0.0)
     if MEAN:
         offset = tl.load(d_mean + n * mean_s + g * mean_r, mask=ok, other=0.0).to(tl.float32) / count
     if VAR:
         slope = 2.0 * tl.load(d_var + n * var_s + g * var_r, mask=ok, other=0.0).to(tl.float32) / count
         if not OWN:
-            mean = tl.load(pooled + n * sample + g, mask=ok, other=0.0)
-            offset += slope * (tl.load(stats + i, mask=ok, other=0.0) - mean)
+            offset += slope * (mean - tl.load(pooled + n * sample + g, mask=ok, other=0.0))
     if MORE:
-        offset += tl.load(out + i, mask=ok, other=0.0)
-        slope += tl.load(out + N * R + i, mask=ok, other=0.0)
-    tl.store(out + i, offset, mask=ok)
-    tl.store(out + N * R + i, slope, mask=ok)
+        slope += tl.load(out + i, mask=ok, other=0.0)
+        offset += tl.load(out + 2 * size + i, mask=ok, other=0.0)
+    tl.store(out + i, slope, mask=ok)
+    if ABOUT:
+        tl.store(out + size + i, mean, mask=ok)
+    tl.store(out + 2 * size + i, offset, mask=ok)
 
 
 @triton.jit
 def compose(
-    center, scale, shift, weight, bias, out, N, R, center_n, center_r, scale_n, scale_r, shift_n, shift_r,
-    weight_n, weight_c, bias_n, bias_c,
-    PARTS: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    center, scale, shift, weight, bias, out, pooled_mean, pooled_var, running_mean, running_var, batches,
+    momentum, bessel, N, R, center_n, center_r, scale_n, scale_r, shift_n, shift_r, weight_n, weight_c, bias_n, bias_c,
+    cells, PARTS: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Coefficients with the affine map applied, ``[3, N, R]``."""
+    """Coefficients with the affine map applied, ``[3, N, R]``; UPDATE moves the running statistics of a pool, too."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = i < N * R
     n, r = i // R, i % R
@@ -120,25 +132,63 @@ def compose(
     )
     tl.store(out + N * R + i, a, mask=ok)
     tl.store(out + 2 * N * R + i, b, mask=ok)
+    if UPDATE:
+        moves = i < cells
+        mean, old_mean = tl.load(pooled_mean + i, mask=moves), tl.load(running_mean + i, mask=moves)
+        var, old_var = tl.load(pooled_var + i, mask=moves) * bessel, tl.load(running_var + i, mask=moves)
+        tl.store(running_mean + i, old_mean + momentum * (mean - old_mean), mask=moves)
+        tl.store(running_var + i, old_var + momentum * (var - old_var), mask=moves)
+        if tl.program_id(0) == 0:
+            tl.store(batches, tl.load(batches) + 1)
+
+
+@triton.jit
+def _give(planes, out, k, values, total, at, size, ok, HOW: tl.constexpr):
+    """Gradients at a coefficient: of each row HOW is 1, summed over the samples 2; to be summed over rows 3, in planes;
+    both, 4, as 2."""
+    if HOW == 1:
+        tl.store(out + at, values, mask=ok)
+    if HOW == 3:
+        tl.store(planes + k * size + at, values, mask=ok)
+    if HOW == 2 or HOW == 4:
+        total += values
+    return total
+
+
+@triton.jit
+def _give_sums(planes, out, k, total, r, size, R, HOW: tl.constexpr):
+    """The sums over the samples, where they are wanted."""
+    if HOW == 2:
+        tl.store(out + r, tl.sum(total, 0), mask=r < R)
+    if HOW == 4:
+        tl.store(planes + k * size + r, tl.sum(total, 0), mask=r < R)
 
 
 @triton.jit
 def through_affine(
-    sums, scale, shift, weight, out, columns, N, R, per, scale_n, scale_r, shift_n, shift_r, weight_n, weight_c,
+    sums, scale, shift, weight, applied, planes, d_center, d_scale, d_shift, d_weight, d_bias, applied_at, planes_at,
+    N, R, per, scale_n, scale_r, shift_n, shift_r, weight_n, weight_c,
     PARTS: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr, EACH: tl.constexpr,
+    OF_CENTER: tl.constexpr, OF_SCALE: tl.constexpr, OF_SHIFT: tl.constexpr, OF_AFFINE: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """From the row sums ``[2, N, R]`` of ``dy`` and ``dy * (x - center)`` to gradients at center, scale and shift.
 
-    ``out [4, N, R]`` has these and the scale with the weight applied; ``columns`` the gradients of weight and bias,
-    summed over the samples, ``[2, R]``, or EACH sample's, ``[2, N, R]``. A program takes ``per`` samples; all, to sum.
+    How each of these is wanted, OF_CENTER, OF_SCALE and OF_SHIFT say (see `_give`; 0: not at all). ``applied`` gets the
+    scale with the weight applied; OF_AFFINE: ``d_weight`` and ``d_bias`` their gradients, summed over the samples,
+    ``[R]``, or EACH sample's, ``[N, R]``. A program takes ``per`` samples; all, to sum.
     """
     blocks = tl.cdiv(R, BR)
     first = tl.program_id(0) // blocks * per
     r = tl.program_id(0) % blocks * BR + tl.arange(0, BR)
     size = N * R
+    applied += applied_at
+    planes += planes_at
     sum_w = tl.zeros((BN, BR), tl.float32)
     sum_b = tl.zeros((BN, BR), tl.float32)
+    sum_center = tl.zeros((BN, BR), tl.float32)
+    sum_scale = tl.zeros((BN, BR), tl.float32)
+    sum_shift = tl.zeros((BN, BR), tl.float32)
     for start in range(first, tl.minimum(first + per, N), BN):
         n = start + tl.arange(0, BN)
         ok = (n < N)[:, None] & (r < R)[None, :]
@@ -151,20 +201,35 @@ def through_affine(
                 tl.float32
             )
             of_weight += total * b
-        if EACH:
-            tl.store(columns + at, of_weight, mask=ok)
-            tl.store(columns + size + at, total, mask=ok)
-        else:
-            sum_w += of_weight
-            sum_b += total
+        if OF_AFFINE:
+            if EACH:
+                tl.store(d_weight + at, of_weight, mask=ok)
+                tl.store(d_bias + at, total, mask=ok)
+            else:
+                sum_w += of_weight
+                sum_b += total
         w = tl.zeros((BN, BR), tl.float32) + 1.0
         if WEIGHT:
             place = n[:, None] * weight_n + (r // PARTS)[None, :] * weight_c
             w = tl.load(weight + place, mask=ok, other=0.0).to(tl.float32)
-        tl.store(out + at, -total * a * w, mask=ok)
-        tl.store(out + size + at, dot * w, mask=ok)
-        tl.store(out + 2 * size + at, total * w, mask=ok)
-        tl.store(out + 3 * size + at, a * w, mask=ok)
-    if not EACH:
-        tl.store(columns + r, tl.sum(sum_w, 0), mask=r < R)
-        tl.store(columns + R + r, tl.sum(sum_b, 0), mask=r < R)
+        tl.store(applied + at, a * w, mask=ok)
+        sum_center = _give(planes, d_center, 0, -total * a * w, sum_center, at, size, ok, OF_CENTER)
+        sum_scale = _give(planes, d_scale, 1, dot * w, sum_scale, at, size, ok, OF_SCALE)
+        sum_shift = _give(planes, d_shift, 2, total * w, sum_shift, at, size, ok, OF_SHIFT)
+    _give_sums(planes, d_center, 0, sum_center, r, size, R, OF_CENTER)
+    _give_sums(planes, d_scale, 1, sum_scale, r, size, R, OF_SCALE)
+    _give_sums(planes, d_shift, 2, sum_shift, r, size, R, OF_SHIFT)
+    if OF_AFFINE and not EACH:
+        tl.store(d_weight + r, tl.sum(sum_w, 0), mask=r < R)
+        tl.store(d_bias + r, tl.sum(sum_b, 0), mask=r < R)
+
+
+@triton.jit
+def fold(planes, out, at, R, BR: tl.constexpr):
+    """The sum over the rows of each sample, ``[N]``, of a plane ``[N, R]`` that begins ``at`` in ``planes``."""
+    n = tl.program_id(0)
+    total = tl.zeros((BR,), tl.float32)
+    for k in range(0, R, BR):
+        r = k + tl.arange(0, BR)
+        total += tl.load(planes + at + n * R + r, mask=r < R, other=0.0)
+    tl.store(out + n, tl.sum(total, 0))

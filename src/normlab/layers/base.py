@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..calibrate import Observer
     from ..engine import Rows
     from ..fused import Affine
-    from .ready import Quick, Ready, ReadyModes, ReadyPositions
+    from .ready import Quick, Ready, ReadyModes, ReadyPositions, ReadyRecorded
 
 __all__ = ["Norm", "Norm1d", "Norm2d", "Norm3d", "parse_statistics"]
 
@@ -723,7 +723,7 @@ class Norm(nn.Module):
         return ", ".join(parts)
 
 
-class _Known(dict[Any, "Ready | ReadyModes | ReadyPositions | Quick | None"]):
+class _Known(dict[Any, "Ready | ReadyModes | ReadyPositions | ReadyRecorded | Quick | None"]):
     """What a layer knows of earlier calls. A copy of the layer begins without: compiled kernels stay here.
 
     Not by the layer's ``__getstate__``, which parametrized modules have one of their own for. The attributes are of the

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import host, modes, positions, running
+from .. import host, modes, passes, positions, recorded, running
 from ..activation import ACTIVATIONS, LEAK
-from ..backend import one_launch, triton_is_forced
-from ..engine import Coefficients, Moments, Rows, Rule, must_trace
+from ..backend import chosen, one_launch, triton_is_forced
+from ..engine import Coefficients, Moments, Rows, Rule, Update, must_trace
 from ..fused import Affine, Given, batch_views, bounds_of, closed_call, run
 from ..launch import dense, shape_of
 from ..pools import Plan, Pooled, Segments
 from ..positional import OfPositions
-from ..rules import Mixture, Modes, Positional, Renorm, Single, Sources
+from ..rules import Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
 from ..sized import Kind, Prepared, Static
 from ..sized import prepare as _prepared
 from .checks import check_counts
@@ -30,7 +30,7 @@ from .checks import check_counts
 if TYPE_CHECKING:
     from .base import Norm
 
-__all__ = ["Quick", "Ready", "ReadyModes", "ReadyPositions", "prepare"]
+__all__ = ["Quick", "Ready", "ReadyModes", "ReadyPositions", "ReadyRecorded", "prepare"]
 
 _NATIVE = 1 << 24  # elements
 _hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
@@ -450,6 +450,83 @@ class ReadyPositions(_OwnKernels):
         return OfPositions(given.numbers[1])
 
 
+class ReadyRecorded:
+    """Of a user's own rule, which autograd records."""
+
+    cut = each = False
+
+    def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, live: bool, tracked: int) -> None:
+        rows, _, self.plans = plans
+        self.statistics, self.live, self.branch = layer.statistics, live, branch
+        self.names = None if tracked < 0 else layer._buffers_of[tracked]
+        self.update = (
+            tracked >= 0 and not running.in_backward()
+        )  # what a call moved that is run again has moved
+        pools = tuple([recorded.OnePool(p.groups, p.pool.over_batch, p.trivial) for p in self.plans])
+        shape = shape_of(x, rows, dense(x)[1])
+        self.kind = recorded.Kind(shape, pools, tracked if self.update else -1, 0, False, True)
+        self._rule = self._rule_of(layer.eps)
+        self._steps: dict[Any, recorded.Steps] = {}
+
+    def _rule_of(self, eps: float) -> Any:
+        number = len(self.plans)
+        return self.statistics.rule(Sources(self.plans, (None,) * number, (True,) * number, None, eps))
+
+    def __call__(
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
+    ) -> Tensor:
+        assert of_each is None
+        return self._run(layer, dense(x)[0], *affine.composed(), residual)
+
+    def _run(
+        self, layer: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(x.device):
+                return self._run(layer, x, weight, bias, residual)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
+                return self._run(layer, x, weight, bias, residual)
+        if weight is not None and bias is not None and weight.shape != bias.shape:
+            weight, bias = torch.broadcast_tensors(weight, bias)
+        if self._rule.sources.eps != layer.eps:
+            self._rule = self._rule_of(layer.eps)
+        update = None
+        if self.update:
+            assert self.names is not None and layer.momentum is not None
+            found: Any = [layer._buffers[n] for n in (*self.names, "num_batches_tracked")]
+            if layer.branches is not None:
+                found = [t[self.branch] for t in found]
+            mean, var, batches = found
+            update = Update(mean, var, batches, layer.momentum)
+        tensors = self.statistics.tensors(layer._learned_values())
+        steps = self._of(layer.act, residual is not None, x.data_ptr() & 15 == 0)
+        return recorded.run(x, steps, self._rule, update, weight, bias, residual, tensors)
+
+    def _of(self, act: str | None, residual: bool, aligned: bool) -> recorded.Steps:
+        key = (act, residual, aligned)
+        found = self._steps.get(key)
+        if found is None:
+            kind = self.kind._replace(act=ACTIVATIONS[act], residual=residual, aligned=aligned)
+            found = self._steps[key] = recorded.prepare(kind, chosen())
+        return found
+
+    def quick(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Quick | None:
+        """What serves calls like this one without looking at them again."""
+        if layer.affine_terms not in ((), ("shared",)) or dense(x)[0] is not x:
+            return None
+
+        def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+            if must_trace(x) or running.in_backward() or (self.update and layer.momentum is None):
+                return None
+            weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+            if (weight is None) != (bias is None):
+                return None
+            return self._run(layer, x, weight, bias, residual)
+
+        return call
+
+
 class _Corrected:
     """Batch renorm with the correction that a forward pass made."""
 
@@ -465,13 +542,17 @@ class _Corrected:
         return Coefficients(self.plan.expand(pooled.mean), scale * self.ratio, self.move), [pooled]
 
 
-def prepare(layer: Norm, x: Tensor, branch: int | Tensor) -> Ready | ReadyModes | ReadyPositions | None:
+def prepare(
+    layer: Norm, x: Tensor, branch: int | Tensor
+) -> Ready | ReadyModes | ReadyPositions | ReadyRecorded | None:
     """What serves calls of ``layer`` like this one; None where whole kernels do not have all that it asks for."""
     statistics, live = layer.statistics, layer._uses_batch()
     if isinstance(statistics, Positional):
         return None if layer._predictor else ReadyPositions(x)
     if isinstance(statistics, Modes):
         return None if isinstance(branch, Tensor) else _prepare_modes(layer, x, branch, live)
+    if type(statistics).rule is Statistics.rule:
+        return None if isinstance(branch, Tensor) else _prepare_recorded(layer, x, branch, live)
     simple = isinstance(statistics, Renorm) or (
         isinstance(statistics, Single) and (live or not statistics.example_weight)
     )
@@ -513,3 +594,30 @@ def _prepare_modes(layer: Norm, x: Tensor, branch: int, live: bool) -> ReadyMode
     if moves and layer._update_in_kernel(segments) is None:
         return None
     return ReadyModes(layer, x, branch, plans, live, moves and not running.in_backward())
+
+
+def _prepare_recorded(layer: Norm, x: Tensor, branch: int, live: bool) -> ReadyRecorded | None:
+    statistics, n = layer.statistics, x.shape[0]
+    if layer._predictor or layer.process_group is not None or statistics.reads_running:
+        return None
+    if not live and any(p.over_batch for p in statistics.pools):
+        return None
+    spatial = prod(x.shape[2:])
+    plans = layer._plans(x, spatial, branch, live)
+    rows, segments, made = plans
+    known = 0 < len(made) <= recorded.MOST_POOLS and rows == Rows(layer.num_features)
+    if not known or passes.too_many(n, n * rows.number):
+        return None
+    if any(
+        not p.simple or (not p.trivial and passes.too_large(n, rows.number, p.groups, p.pool.over_batch))
+        for p in made
+    ):
+        return None
+    if live:
+        check_counts(layer, x, spatial, segments)
+    tracked = -1
+    if live and layer.track_running_stats and layer.policy.update:
+        if layer._update_in_kernel(segments) is None:
+            return None
+        tracked = next(k for k, names in enumerate(layer._buffers_of) if names is not None)
+    return ReadyRecorded(layer, x, branch, plans, live, tracked)
