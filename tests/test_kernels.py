@@ -701,14 +701,65 @@ def is_recorded(y: Tensor) -> bool:
     return isinstance(y.grad_fn, recorded._Normalize._backward_cls)  # type: ignore[attr-defined]
 
 
-def test_own_rules_take_the_kernels_around_them():
+RECORDED: dict[str, Any] = {
+    "own rule": lambda: normlab.Norm2d(16, Shaped("rs-")),
+    "own rule of many pools": lambda: normlab.Norm2d(
+        16, Own("both", "instance", "group(4)", "batch", "layer")
+    ),
+    "two of a kind": lambda: normlab.SwitchNorm2d(16, pools=("layer", "group(4)", "instance")),
+    "two over the batch": lambda: normlab.SwitchNorm2d(16, pools=("batch", "batch_group(4)", "layer")),
+    "one pool": lambda: normlab.SwitchNorm2d(16, pools=("batch",)),
+    "groups of weights": lambda: normlab.SwitchNorm2d(16, groups=4),
+    "sparse groups": lambda: normlab.SparseSwitchNorm2d(16, groups=4),
+    "Kalman": lambda: normlab.KalmanNorm2d(16),
+    "meta": lambda: normlab.InstanceLevelMetaNorm2d(16, key_size=4),
+    "meta of the batch": lambda: normlab.Norm2d(16, "batch", "predicted", key_size=4),
+    "meta of a mixture": lambda: normlab.Norm2d(16, ("instance", "batch"), "predicted", key_size=4),
+    "the average of all batches": lambda: normlab.Norm2d(16, Shaped("rs-"), momentum=None),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", RECORDED)
+def test_rules_that_take_the_kernels_around_them(name: str, training: bool):
+    layer = RECORDED[name]().to(DEVICE).train(training)
+    with torch.no_grad():
+        for t in (*layer.parameters(), *layer.buffers()):
+            if t.is_floating_point():
+                t.add_(torch.rand_like(t), alpha=0.3)
+    exact = deepcopy(layer).double()
+    x, dy = (torch.randn(5, 16, 3, 4, device=DEVICE) for _ in range(2))
+    with normlab.backend("triton"):
+        for _ in range(3):
+            assert is_recorded(layer(x.requires_grad_()))
+            exact(x.detach().double())
+            found = one_step(layer, x, dy)
+            close_to_exact(found, one_step(exact, x.double(), dy.double()))
+
+
+def test_a_prediction_takes_the_kernels_around_it():
+    layer = normlab.KalmanNorm2d(16).to(DEVICE)
+    exact = deepcopy(layer).double()
+    x, dy = (torch.randn(5, 16, 3, 4, device=DEVICE) for _ in range(2))
+    mean, var = torch.randn(16, device=DEVICE), torch.rand(16, device=DEVICE) + 0.5
+    prior, wide = ((mean, var), (mean.double(), var.double()))
+    with normlab.backend("triton"):
+        for _ in range(3):
+            assert is_recorded(layer(x.requires_grad_(), prior=prior))
+            exact(x.detach().double(), prior=wide)
+            found = one_step(layer, x, dy, prior=prior)
+            close_to_exact(found, one_step(exact, x.double(), dy.double(), prior=wide))
+
+
+def test_rules_that_do_not_take_them():
     x = torch.randn(4, 6, 3, 3, device=DEVICE, requires_grad=True)
     with normlab.backend("triton"):
-        layer = normlab.Norm2d(6, Shaped("rs-")).to(DEVICE)
-        assert is_recorded(layer(x)) and is_recorded(layer(x))
-        assert not is_recorded(layer.eval()(x))  # running statistics
-        assert not is_recorded(normlab.Norm2d(6, Own("both", "batch/ghost=2")).to(DEVICE)(x))
-        assert is_recorded(normlab.Norm2d(6, Own("both", "layer")).to(DEVICE).eval()(x))
+        for layer in (
+            normlab.Norm2d(6, Own("both", "batch/ghost=2")),
+            normlab.BatchGroupNorm2d(6, 4),
+            normlab.BatchNorm2d(6),
+        ):
+            assert not is_recorded(layer.to(DEVICE)(x))
 
 
 def test_what_an_own_rule_need_not_differentiate():

@@ -14,7 +14,7 @@ into one effective weight and bias for each sample before ``x`` is touched, so a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ._text import check_number, nearest
-from .engine import Coefficients, Moments, Rows, Rule, both
+from .engine import Coefficients, Moments, PooledRule, Rows, Rule, both
 from .indexed import take
 from .pools import Plan, Segments, group
 from .reference import at_least_single
 
-__all__ = ["Predicted", "compose", "parse_affine", "predictor_parameters"]
+__all__ = ["Predicted", "PredictedOfPools", "compose", "parse_affine", "predictor_parameters"]
 
 _TERMS = ("shared", "class", "branch", "style", "predicted")
 _NAMED: dict[str, tuple[str, ...]] = {
@@ -111,20 +111,48 @@ class Predicted:
     """A rule with an affine map predicted from each sample's moments (instance-level meta norm).
 
     ``key_size`` channels make one key. The keys' variances predict what is added to the weight, through a sigmoid, and
-    their means what is added to the bias, through a tanh; both heads share the embedding.
+    their means what is added to the bias, through a tanh; both heads share the embedding. After the rule's own tensors
+    come the weight and bias so far, the embedding and the heads.
     """
 
     def __init__(self, rule: Rule, rows: Rows, key_size: int) -> None:
-        self.rule, self.key_size = rule, key_size
+        self.rule = rule
         self.keys = Plan(group(rows.channels // key_size), rows, Segments())
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]:
-        *own, weight, bias, embed, scale_head, shift_head = tensors
-        (center, scale, shift), seen = both(self.rule(moments, *own))
-        key_mean, key_var = self.keys.statistics(moments)[:2]
+        standard, seen = both(self.rule(moments, *tensors[:-5]))
+        return self.applied(standard, *self.keys.statistics(moments)[:2], *tensors[-5:]), seen
+
+    def applied(
+        self, standard: Coefficients, key_mean: Tensor, key_var: Tensor, weight: Tensor, bias: Tensor,
+        embed: Tensor, scale_head: Tensor, shift_head: Tensor,
+    ) -> Coefficients:  # fmt: skip
+        """The coefficients with what the keys predict."""
+        center, scale, shift = standard
         weight = weight + self.keys.expand(torch.sigmoid(linear(linear(key_var, embed).relu(), scale_head)))
         bias = bias + self.keys.expand(torch.tanh(linear(linear(key_mean, embed).relu(), shift_head)))
-        return Coefficients(center, scale * weight, bias if shift is None else shift * weight + bias), seen
+        return Coefficients(center, scale * weight, bias if shift is None else shift * weight + bias)
+
+
+class PredictedOfPools(Predicted):
+    """Likewise of a rule on statistics of pools, and one itself: the keys are a pool more."""
+
+    rule: PooledRule
+    reads_moments = True
+
+    def __init__(self, rule: PooledRule, rows: Rows, key_size: int) -> None:
+        super().__init__(rule, rows, key_size)
+        self.plans = (*rule.plans, self.keys)
+
+    def combine(
+        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
+        given = tuple(tensors)
+        standard, instead = self.rule.combine(values[:-2], given[:-5], dtype)
+        return self.applied(standard, *values[-2:], *given[-5:]), instead
+
+    def seen(self, pooled: Sequence[Any], instead: tuple[Tensor, Tensor] | None) -> Any:
+        return self.rule.seen(pooled[:-1], instead)
 
 
 def select(table: Tensor, index: int | Tensor) -> Tensor:

@@ -115,24 +115,27 @@ class PooledRule(Protocol):
     The pools, and the way of a gradient back through them, are computed without a graph.
     """
 
-    reads_moments: bool
+    @property
+    def plans(self) -> Sequence[Any]:
+        """Of the pools whose statistics it takes, each a :class:`normlab.pools.Plan`."""
+        ...
+
+    @property
+    def reads_moments(self) -> bool:
+        """Whether there are any."""
+        ...
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
 
-    def pool(self, stats: Tensor, size: int | Tensor, passes: Any) -> list[Any]:
-        """What was seen of each pool, mean and variance first; None for those that are running."""
-        ...
-
     def combine(
-        self, pooled: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
-    ) -> Coefficients:
-        """Coefficients from mean and variance of every pool that was seen."""
+        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
+        """Coefficients from mean and variance of each of the pools; and a mean and variance for running statistics to
+        move to instead of the first pool's, where the rule has some."""
         ...
 
-    def adjoint(
-        self, gradients: Sequence[Tensor | None], pooled: Sequence[Any], stats: Tensor, passes: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """From gradients of those to ``(offset, slope)``, as in :meth:`ClosedRule.gradient`."""
+    def seen(self, pooled: Sequence[Any], instead: tuple[Tensor, Tensor] | None) -> Any:
+        """What the caller wants back: from the statistics of the pools, and from what was to be taken instead."""
         ...
 
 
@@ -383,8 +386,9 @@ class _Normalize(torch.autograd.Function):
         spatial = prod(x.shape[2:])
         size = rows.size(spatial, x.device)
         closed = cast("ClosedRule | None", rule if hasattr(rule, "gradient") else None)
-        pooled = cast("PooledRule | None", rule if hasattr(rule, "adjoint") else None)
+        pooled = cast("PooledRule | None", rule if hasattr(rule, "combine") else None)
         leaves: tuple[Tensor, ...] = ()
+        pools: list[Any] = []
         if getattr(rule, "reads_moments", True):
             stats = passes.moments(x, rows)
         else:
@@ -392,8 +396,10 @@ class _Normalize(torch.autograd.Function):
         if closed is not None:
             standard, seen = closed.compute(stats, size, tensors)
         else:
-            seen = None if pooled is None else pooled.pool(stats, size, passes)
-            values = stats if seen is None else [t for p in seen if p is not None for t in p[:2]]
+            values: Sequence[Tensor] = (stats[0], stats[1])
+            if pooled is not None:
+                pools = [passes.pool(plan, stats, size) for plan in pooled.plans]
+                values = [t for p in pools for t in p[:2]]
             number, needs = len(values), ctx.needs_input_grad
             given: Sequence[Tensor] = (*values, *tensors)
             if any(needs):
@@ -406,7 +412,8 @@ class _Normalize(torch.autograd.Function):
                 if pooled is None:
                     standard, seen = both(rule(Moments(given[0], given[1], size), *others))
                 else:
-                    standard, _ = both(pooled.combine(given[:number], others, stats.dtype))
+                    standard, instead = both(pooled.combine(given[:number], others, stats.dtype))
+                    seen = pooled.seen(pools, instead)
         box.append(seen)
         detached = standard.detached()
         check_coefficients(x, rows, detached, weight, bias)
@@ -416,7 +423,7 @@ class _Normalize(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             ctx.rule, ctx.rows, ctx.size, ctx.closed = rule, rows, size, closed is not None
             ctx.standard, ctx.leaves = standard, leaves
-            ctx.seen = None if closed is None and pooled is None else seen
+            ctx.seen = seen if closed is not None else None if pooled is None else pools
             ctx.save_for_backward(x, stats, weight, bias, *tensors)
         return y.data  # not a view, which autograd would not let nn.ReLU(inplace=True) write to
 
@@ -464,7 +471,8 @@ def _differentiate_rule(
     number = len(all_found) - (len(ctx.needs_input_grad) - 6)
     of_values, d_tensors = all_found[:number], tuple(all_found[number:])
     if ctx.seen is not None:
-        return *ctx.rule.adjoint(of_values, ctx.seen, stats, passes), d_tensors
+        pairs = list(zip(of_values[::2], of_values[1::2], strict=True))
+        return *passes.back(ctx.rule.plans, pairs, ctx.seen, stats), d_tensors
     d_mean, d_var = of_values
     offset = None if d_mean is None else d_mean / ctx.size
     # Not 2 / size, which is float32 for a tensor of sizes.

@@ -1,4 +1,4 @@
-"""Rules of a user's own by kernels: what surrounds ``combine``, in two calls of the host a direction.
+"""Rules that autograd records, by kernels: what surrounds ``combine``, in two calls of the host a direction.
 
 Forward, the moments and the pools; then, when ``combine`` has made coefficients of them and autograd has recorded that,
 those of the rows, running statistics and ``y``. Backward, the row sums and the gradients at the coefficients; then,
@@ -19,6 +19,7 @@ from torch import Tensor
 from . import row_kernels
 from .activation import ACTIVATIONS, LEAK, activate
 from .engine import (
+    MOVED,
     Coefficients,
     PooledRule,
     Rows,
@@ -31,6 +32,7 @@ from .engine import (
 )
 from .launch import BLOCK, Launch, Shape, Stage, ceil, laid, like, pass_alone, power, tiles
 from .passes import pool_launch, strides
+from .pools import Pooled
 
 __all__ = ["Kind", "Steps", "prepare", "run"]
 
@@ -84,24 +86,23 @@ class Steps:
             self.bessel = count / max(count - 1, 1)
         # x, work, parted; mean and variance of each pool
         takes = ((0, 1, 2), ())
-        launches = [pass_alone("moments", shape, at=3 * rows, takes=takes)]
-        if splits > 1:
+        launches = [pass_alone("moments", shape, at=3 * rows, takes=takes)] if kind.pools else []
+        if splits > 1 and kind.pools:
             launches.append(pass_alone("moments", shape, join=True, at=3 * rows, takes=takes))
         for k, p in enumerate(kind.pools):
             if not p.own:
                 name, programs, fixed = pool_launch(n, r, p.groups, p.batch)
                 launches.append(_rows(name, programs, (3 * rows, *fixed), shape, (1, 3 + 2 * k, 4 + 2 * k)))
-        self.moments = Stage(launches)
+        self.moments = Stage(launches) if launches else None  # where all statistics are running ones
         self._ways: dict[Any, Way] = {}
 
     def way(
-        self, x: Tensor, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, update: Update | None,
-        residual: Tensor | None,
+        self, x: Tensor, standard: Coefficients, weight: Tensor | None, bias: Tensor | None,
+        moving: Sequence[Tensor], residual: Tensor | None,
     ) -> Way:  # fmt: skip
         """Launches for coefficients and parameters of these shapes, types and places."""
         parts: list[Any] = [_about(t) for t in (*standard, weight, bias)]
-        if update is not None:
-            parts += [t.data_ptr() & 15 for t in update[:3]]
+        parts += [t.data_ptr() & 15 for t in moving]
         if residual is not None:
             parts.append(residual.dtype)
         key = tuple(parts)
@@ -232,8 +233,11 @@ def run(
     bias: Tensor | None,  # likewise
     residual: Tensor | None,
     tensors: tuple[Tensor, ...],
-) -> Tensor:
-    return _Normalize.apply(x, steps, rule, update, weight, bias, residual, *tensors)
+) -> tuple[Tensor, Any]:
+    """``y``, and what the rule saw."""
+    box: list[Any] = []
+    y = _Normalize.apply(x, steps, rule, update, box, weight, bias, residual, *tensors)
+    return y, box[0]
 
 
 class _Normalize(torch.autograd.Function):
@@ -244,6 +248,7 @@ class _Normalize(torch.autograd.Function):
         steps: Steps,
         rule: PooledRule,
         update: Update | None,
+        box: list[Any],
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
@@ -260,27 +265,31 @@ class _Normalize(torch.autograd.Function):
                 values += [work.as_strided(size, (shape.width, 1), at) for at in (3 * rows, 4 * rows)]
             else:
                 values += [torch.empty(size, **made), torch.empty(size, **made)]
-        steps.moments((x, work, parted, *values), ())
+        if steps.moments is not None:
+            steps.moments((x, work, parted, *values), ())
         record = any(needs)
         others = tensors
         if record:
             for v in values:
                 v.requires_grad_(needs[0])
-            others = tuple([t.detach().requires_grad_(n) for t, n in zip(tensors, needs[7:], strict=True)])
+            others = tuple([t.detach().requires_grad_(n) for t, n in zip(tensors, needs[8:], strict=True)])
         with torch.set_grad_enabled(record):
             combined = rule.combine(values, [t.float() for t in others], torch.float32)
-            standard, _ = both(combined)
-        way = steps.way(x, standard, weight, bias, update, residual)
+            standard, instead = both(combined)
+        moving: tuple[Tensor, ...] = ()
+        numbers = (LEAK, 0.0, 0.0)
+        if update is None:
+            pairs = zip(values[::2], values[1::2], steps.counts, strict=True)
+            box.append(rule.seen([Pooled(*pair) for pair in pairs], instead))
+        else:
+            box.append(MOVED)
+            moved = values[2 * kind.tracked : 2 * kind.tracked + 2] if instead is None else instead
+            moving = (*moved, *update[:3])
+            numbers = (LEAK, float(update.momentum), steps.bessel)
+        way = steps.way(x, standard, weight, bias, moving, residual)
         y = torch.empty_like(x)
         beside = None if residual is None else like(residual, x, shape.last)
-        given = (x, y, beside, work, *standard, weight, bias)
-        numbers = (LEAK, 0.0, 0.0)
-        if update is not None:
-            at = 2 * kind.tracked
-            given = (*given, values[at], values[at + 1], *update[:3])
-            numbers = (LEAK, float(update.momentum), steps.bessel)
-        else:
-            given = (*given, None, None, None, None, None)
+        given = (x, y, beside, work, *standard, weight, bias, *(moving or (None,) * 5))
         way.apply(given, numbers)
         if record:
             ctx.rule, ctx.way, ctx.standard, ctx.values, ctx.others = rule, way, standard, values, others
@@ -292,10 +301,10 @@ class _Normalize(torch.autograd.Function):
         x, work, weight, bias, residual, *tensors = ctx.saved_tensors
         needs, way = ctx.needs_input_grad, ctx.way
         if wants_plain(dy):
-            wanted = (needs[0], *needs[4:])
+            wanted = (needs[0], *needs[5:])
             values = (x, weight, bias, residual, *tensors)
             dx, *rest = _differentiate_again(ctx.rule, way.steps.kind, values, wanted, dy)
-            return (dx, None, None, None, *rest)
+            return (dx, None, None, None, None, *rest)
         kind, shape = way.steps.kind, way.steps.shape
         x = laid(x, shape.last)
         dy = like(dy, x, shape.last)
@@ -326,16 +335,16 @@ class _Normalize(torch.autograd.Function):
         if needs[0]:
             dx = torch.empty_like(x)
             if all(g is None for g in of_pools):
-                of_pools = [torch.zeros_like(v) for v in ctx.values[:2]] + [None] * (number - 2)
+                back[3 * shape.rows :].zero_()
             pools: list[Tensor | None] = []
             for k in range(0, number, 2):
                 pools += (ctx.values[k], of_pools[k], of_pools[k + 1])
             numbers = (LEAK, *way.steps.counts)
             way.gradient(of_pools)((dy, x, inner, dx, work, back, *pools), numbers)
         d_residual = None
-        if kind.residual and needs[6]:
+        if kind.residual and needs[7]:
             d_residual = dy if inner is None else inner
-        return (dx, None, None, None, d_weight, d_bias, d_residual, *of_tensors)
+        return (dx, None, None, None, None, d_weight, d_bias, d_residual, *of_tensors)
 
 
 def _through_rule(

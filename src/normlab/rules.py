@@ -27,7 +27,17 @@ from .sparse import sparsest_logits, sparsestmax
 if TYPE_CHECKING:
     from .fused import Call
 
-__all__ = ["Kalman", "Mixture", "Modes", "Positional", "Renorm", "Single", "Sources", "Statistics"]
+__all__ = [
+    "Kalman",
+    "Mixture",
+    "Modes",
+    "Positional",
+    "Recorded",
+    "Renorm",
+    "Single",
+    "Sources",
+    "Statistics",
+]
 
 
 class Sources(NamedTuple):
@@ -81,6 +91,11 @@ class Statistics:
         """The rule as the kernels for whole normalizers compute it, from what they are given."""
         return self.rule(sources)
 
+    def recorded_rule(self, sources: Sources) -> Recorded | None:
+        """The rule as autograd records it, where it is one on statistics of pools."""
+        rule = self.rule(sources)
+        return rule if isinstance(rule, Recorded) else None
+
     @property
     def label(self) -> str:
         return type(self).__name__
@@ -93,49 +108,60 @@ def _running(sources: Sources, k: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return running[0].to(dtype), running[1].to(dtype)
 
 
-class _Combined:
-    """Any ``combine`` of pools, as :class:`normlab.engine.PooledRule`."""
+class Recorded:
+    """A rule on statistics of pools that autograd records, as :class:`normlab.engine.PooledRule`."""
 
-    def __init__(self, statistics: Statistics, sources: Sources) -> None:
-        self.statistics, self.sources = statistics, sources
-        self.reads_moments = any(sources.live)
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self.plans = tuple([p for p, live in zip(sources.plans, sources.live, strict=True) if live])
+
+    @property
+    def reads_moments(self) -> bool:
+        return bool(self.plans)
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        pooled = [
-            plan.statistics(moments) if live else None
-            for plan, live in zip(self.sources.plans, self.sources.live, strict=True)
-        ]
-        found = [t for p in pooled if p is not None for t in p[:2]]
-        return self.combine(found, tensors, moments.mean.dtype), pooled
-
-    def pool(self, stats: Tensor, size: int | Tensor, passes: Any) -> list[Pooled | None]:
-        return [
-            passes.pool(plan, stats, size) if live else None
-            for plan, live in zip(self.sources.plans, self.sources.live, strict=True)
-        ]
+        pooled = [plan.statistics(moments) for plan in self.plans]
+        values = [t for p in pooled for t in p[:2]]
+        standard, instead = self.combine(values, tensors, moments.mean.dtype)
+        return standard, self.seen(pooled, instead)
 
     def combine(
-        self, pooled: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
-    ) -> Coefficients:
-        given = iter(pooled)
-        found = [
+        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
+        raise NotImplementedError
+
+    def seen(self, pooled: Sequence[Pooled], instead: tuple[Tensor, Tensor] | None) -> list[Pooled | None]:
+        """Of every pool of the sources; None of those that are running."""
+        each = iter(pooled)
+        found = [next(each) if live else None for live in self.sources.live]
+        if instead is not None and found[0] is not None:
+            found[0] = Pooled(*instead, found[0].count)
+        return found
+
+    def at_rows(self, values: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Mean and variance of every pool of the sources, to broadcast against the rows."""
+        given = iter(values)
+        return [
             (plan.expand(next(given)), plan.expand(next(given))) if live else _running(self.sources, k, dtype)
             for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True))
         ]
-        coefficients = self.statistics.combine(found, *tensors, eps=self.sources.eps)
-        if not isinstance(coefficients, Coefficients):
-            name, got = type(self.statistics).__name__, type(coefficients).__name__
-            raise TypeError(f"{name}.combine returns Coefficients(center, scale, shift); got {got}")
-        return coefficients
 
-    def adjoint(
-        self, gradients: Sequence[Tensor | None], pooled: Sequence[Pooled | None], stats: Tensor, passes: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
-        live = [
-            (plan, seen) for plan, seen in zip(self.sources.plans, pooled, strict=True) if seen is not None
-        ]
-        pairs = list(zip(gradients[::2], gradients[1::2], strict=True))
-        return passes.back([p for p, _ in live], pairs, [s for _, s in live], stats)
+
+class _Combined(Recorded):
+    """Any ``combine`` of statistics."""
+
+    def __init__(self, statistics: Statistics, sources: Sources) -> None:
+        super().__init__(sources)
+        self.statistics = statistics
+
+    def combine(
+        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, None]:
+        found = self.statistics.combine(self.at_rows(values, dtype), *tensors, eps=self.sources.eps)
+        if not isinstance(found, Coefficients):
+            name, got = type(self.statistics).__name__, type(found).__name__
+            raise TypeError(f"{name}.combine returns Coefficients(center, scale, shift); got {got}")
+        return found, None
 
 
 @dataclass(frozen=True)
@@ -170,26 +196,34 @@ class Single(Statistics):
         return super().tracks(channels)
 
     def rule(self, sources: Sources) -> Rule:
-        if self.example_weight and not sources.live[0]:
-            return _WithExample(self, sources)
-        return _Mix(sources)
+        return self._with_example(sources) or _Mix(sources)
+
+    def recorded_rule(self, sources: Sources) -> Recorded:
+        return self._with_example(sources) or _MixOfPools(_Mix(sources))
+
+    def _with_example(self, sources: Sources) -> Recorded | None:
+        return _WithExample(self, sources) if self.example_weight and not sources.live[0] else None
 
 
-class _WithExample:
+class _WithExample(Recorded):
     def __init__(self, statistics: Single, sources: Sources) -> None:
+        super().__init__(sources)
         plan = sources.plans[0]
         own = replace(plan.pool, over_batch=False, ghost=None)
-        self.own = Plan(own, plan.rows, plan.segments)
-        self.weight, self.sources = statistics.example_weight, sources
+        self.plans = (Plan(own, plan.rows, plan.segments),)
+        self.weight = statistics.example_weight
 
-    def __call__(self, moments: Moments) -> tuple[Coefficients, list[None]]:
-        running = self.sources.running[0]
-        assert running is not None
-        mean, var = (r.to(moments.mean.dtype) for r in running)
-        own_mean, own_var = (self.own.expand(t) for t in self.own.statistics(moments)[:2])
+    def combine(
+        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, None]:
+        mean, var = _running(self.sources, 0, dtype)
+        own_mean, own_var = (self.plans[0].expand(t) for t in values)
         w = self.weight
         var = (1 - w) * var + w * own_var + w * (1 - w) * (own_mean - mean).square()
-        return Coefficients(torch.lerp(mean, own_mean, w), torch.rsqrt(var + self.sources.eps)), [None]
+        return Coefficients(torch.lerp(mean, own_mean, w), torch.rsqrt(var + self.sources.eps)), None
+
+    def seen(self, pooled: Sequence[Pooled], instead: tuple[Tensor, Tensor] | None) -> list[Pooled | None]:
+        return [None]
 
 
 class _Mix:
@@ -225,11 +259,17 @@ class _Mix:
         return closed_call(self.sources)
 
     def __call__(self, moments: Moments, *logits: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+        return self.mixed(lambda plan: plan.statistics(moments), logits, moments.mean.dtype)
+
+    def mixed(
+        self, statistics: Callable[[Plan], Pooled], logits: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, list[Pooled | None]]:
+        """As an expression, of every pool's ``statistics``."""
         weights = None
         if self.weighting is not None:
             weights = self.weighting(*logits)  # [2, K] or [2, K, groups]
             weights = weights.unsqueeze(2) if self.groups == 1 else self._to_rows(weights)
-        return self._mixed(lambda plan: plan.statistics(moments), weights, moments.mean.dtype)
+        return self._mixed(statistics, weights, dtype)
 
     def compute(
         self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]
@@ -333,6 +373,20 @@ class _Mix:
         return total, offset, half
 
 
+class _MixOfPools(Recorded):
+    """A mixture as autograd records it."""
+
+    def __init__(self, mix: _Mix) -> None:
+        super().__init__(mix.sources)
+        self.mix = mix
+
+    def combine(
+        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, None]:
+        given = iter(values)
+        return self.mix.mixed(lambda _: Pooled(next(given), next(given), 0), tensors, dtype)[0], None
+
+
 _ONE_HOT = (
     16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
 )
@@ -418,8 +472,11 @@ class Mixture(Statistics):
         logits[k] = _ONE_HOT
         return logits if self.groups == 1 else logits.unsqueeze(1).repeat(1, self.groups)
 
-    def rule(self, sources: Sources) -> Rule:
+    def rule(self, sources: Sources) -> _Mix:
         return _Mix(sources, _softmax if self.weighting == "softmax" else _sparsest, self.groups)
+
+    def recorded_rule(self, sources: Sources) -> Recorded:
+        return _MixOfPools(self.rule(sources))
 
     def closed_rule(self, sources: Sources) -> Rule:
         return _Mix(sources, _softmax, self.groups)
@@ -610,26 +667,30 @@ class Kalman(Statistics):
         return "batch, predicted" if self.ghost is None else f"batch/ghost={self.ghost}, predicted"
 
     def rule(self, sources: Sources) -> Rule:
-        if not sources.live[0]:
-            return _Mix(sources)
+        return _Predicted(self, sources) if sources.live[0] else _Mix(sources)
+
+    def recorded_rule(self, sources: Sources) -> Recorded:
         return _Predicted(self, sources)
 
 
-class _Predicted:
+class _Predicted(Recorded):
     def __init__(self, statistics: Kalman, sources: Sources) -> None:
-        self.statistics, self.sources = statistics, sources
+        super().__init__(sources)
+        self.statistics = statistics
 
-    def __call__(self, moments: Moments, *prior: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        plan, p = self.sources.plans[0], self.statistics.gain
-        pooled = plan.statistics(moments)
-        if prior:
-            prior_mean, prior_var = (t.reshape(1, -1) for t in prior)
-            mean = p * prior_mean + (1 - p) * pooled.mean
-            var = p * prior_var + (1 - p) * pooled.var + p * (1 - p) * (pooled.mean - prior_mean).square()
-            ratio = (prior_var / pooled.var.clamp_min(torch.finfo(var.dtype).tiny)).mean(1, keepdim=True)
-            trust = ratio < self.statistics.guard_ratio
-            pooled = Pooled(
-                torch.where(trust, mean, pooled.mean), torch.where(trust, var, pooled.var), pooled.count
-            )
-        mean, var = plan.expand(pooled.mean), plan.expand(pooled.var)
-        return Coefficients(mean, torch.rsqrt(var + self.sources.eps)), [pooled]
+    def combine(
+        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
+        prior, p = tuple(tensors), self.statistics.gain
+        if not (self.sources.live[0] and prior):
+            ((mean, var),) = self.at_rows(values, dtype)
+            return Coefficients(mean, torch.rsqrt(var + self.sources.eps)), None
+        (seen_mean, seen_var), plan = values, self.plans[0]
+        prior_mean, prior_var = (t.reshape(1, -1) for t in prior)
+        mean = p * prior_mean + (1 - p) * seen_mean
+        var = p * prior_var + (1 - p) * seen_var + p * (1 - p) * (seen_mean - prior_mean).square()
+        ratio = (prior_var / seen_var.clamp_min(torch.finfo(var.dtype).tiny)).mean(1, keepdim=True)
+        trust = ratio < self.statistics.guard_ratio
+        mean, var = torch.where(trust, mean, seen_mean), torch.where(trust, var, seen_var)
+        scale = torch.rsqrt(plan.expand(var) + self.sources.eps)
+        return Coefficients(plan.expand(mean), scale), (mean, var)

@@ -16,7 +16,15 @@ from .. import running
 from .._cache import remembered
 from .._text import check_number, nearest
 from ..activation import activate, check_activation
-from ..affine import Predicted, compose, parse_affine, predictor_parameters, select, select_branch
+from ..affine import (
+    Predicted,
+    PredictedOfPools,
+    compose,
+    parse_affine,
+    predictor_parameters,
+    select,
+    select_branch,
+)
 from ..backend import chosen, kernels_serve, out_of_sight, rerun_in
 from ..engine import MOVED, StyleMoments, Update, must_trace, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..calibrate import Observer
-    from ..engine import Rows
+    from ..engine import Rows, Rule
     from ..fused import Affine
     from .ready import Quick, Ready, ReadyModes, ReadyPositions, ReadyRecorded
 
@@ -385,16 +393,17 @@ class Norm(nn.Module):
                     return self._run(x, label, branch, style, residual, extra)
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
-        if kernels_serve(x) and alike and not extra and not must_trace(x):
-            done = self._at_once(x, label, branch, style, residual)
+        if kernels_serve(x) and alike and not must_trace(x):
+            done = self._at_once(x, label, branch, style, residual, extra)
             if done is not None:
                 return done
         y = self._in_steps(x, label, branch, style, extra)
         return activate(y if residual is None else y + residual, self.act)
 
     def _at_once(
-        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None
-    ) -> Tensor | None:
+        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None,
+        extra: tuple[Tensor, ...],
+    ) -> Tensor | None:  # fmt: skip
         """By the kernels for whole normalizers, where they have all that this call asks for."""
         if self.observer is not None or self.process_group is not None:
             return None
@@ -423,7 +432,7 @@ class Norm(nn.Module):
             spatial = prod(x.shape[2:])
             check_counts(self, x, spatial, self._plans(x, spatial, each, True)[1])
         affine = self._two_affines(label, branch, style, x)
-        y = ready(self, x, affine, residual, each)
+        y = ready(self, x, affine, residual, each, extra)
         if again:
             return y
         if ready.update and ready.cut:
@@ -443,14 +452,17 @@ class Norm(nn.Module):
         if live_batch:
             check_counts(self, x, spatial, segments)
         self._check_run_shape(x, live_batch)
-        rule = self.statistics.rule(self._sources(plans, rows, branch, live_batch))
+        sources = self._sources(plans, rows, branch, live_batch)
+        rule: Rule = self.statistics.rule(sources)
         tensors = (*self.statistics.tensors(self._learned_values()), *extra)
         weight, bias = self._affine(label, branch, style, x)
         if self._predictor:
-            rule = Predicted(rule, rows, self.key_size)
-            ones = x.new_ones(1, 1) if weight is None else weight
-            zeros = x.new_zeros(1, 1) if bias is None else bias
-            tensors = (*tensors, ones, zeros, *(getattr(self, n) for n in self._predictor))
+            of_pools = self.statistics.recorded_rule(sources)
+            if of_pools is None:
+                rule = Predicted(rule, rows, self.key_size)
+            else:
+                rule = PredictedOfPools(of_pools, rows, self.key_size)
+            tensors = (*tensors, *self._predicting(weight, bias, x))
             weight = bias = None
         moves = live_batch and kernels_serve(x, rows) and not running.in_backward()
         update = self._update_in_kernel(segments) if moves else None
@@ -460,6 +472,12 @@ class Norm(nn.Module):
         elif live_batch and (x.shape[0] or self.process_group is not None):
             self._observe(seen, segments, x)
         return y
+
+    def _predicting(self, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor, ...]:
+        """What a predicted affine map is made of: the weight and bias so far, the embedding and the heads."""
+        ones = x.new_ones(1, 1) if weight is None else weight
+        zeros = x.new_zeros(1, 1) if bias is None else bias
+        return ones, zeros, *(getattr(self, n) for n in self._predictor)
 
     def _learned_values(self) -> dict[str, Tensor]:
         """What the statistics have learned, by name; parametrized, where it is."""

@@ -16,13 +16,14 @@ from torch.nn import functional as F
 
 from .. import host, modes, passes, positions, recorded, running
 from ..activation import ACTIVATIONS, LEAK
+from ..affine import PredictedOfPools
 from ..backend import chosen, one_launch, triton_is_forced
-from ..engine import Coefficients, Moments, Rows, Rule, Update, must_trace
+from ..engine import Coefficients, Moments, PooledRule, Rows, Rule, Update, must_trace
 from ..fused import Affine, Given, batch_views, bounds_of, closed_call, run
 from ..launch import dense, shape_of
 from ..pools import Plan, Pooled, Segments
 from ..positional import OfPositions
-from ..rules import Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
+from ..rules import Kalman, Mixture, Modes, Positional, Renorm, Single, Sources
 from ..sized import Kind, Prepared, Static
 from ..sized import prepare as _prepared
 from .checks import check_counts
@@ -74,8 +75,9 @@ class Ready:
         self.native = _torch_is_quicker(self.kind)
 
     def __call__(
-        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
-    ) -> Tensor:
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None,
+        extra: tuple[Tensor, ...] = (),
+    ) -> Tensor:  # fmt: skip
         """``of_each`` is the branch of each sample, ``[N]``, where each has its own."""
         if self._takes_native(layer, x, affine, residual):
             return self._batch_norm(layer, x, affine)
@@ -359,8 +361,9 @@ class ReadyModes(_OwnKernels):
         super().__init__(kind, modes.prepare, rows)
 
     def __call__(
-        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
-    ) -> Tensor:
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None,
+        extra: tuple[Tensor, ...] = (),
+    ) -> Tensor:  # fmt: skip
         assert of_each is None
         if affine.label is not None:  # rows of a table, as each sample's own
             chosen = Affine(None, None, *affine[2:]).composed()
@@ -414,8 +417,9 @@ class ReadyPositions(_OwnKernels):
         super().__init__(kind, positions.prepare, rows)
 
     def __call__(
-        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
-    ) -> Tensor:
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None,
+        extra: tuple[Tensor, ...] = (),
+    ) -> Tensor:  # fmt: skip
         if affine.second:
             affine = self._one_map(affine)
         prepared, entry = self._serving(layer, affine, residual)
@@ -451,46 +455,55 @@ class ReadyPositions(_OwnKernels):
 
 
 class ReadyRecorded:
-    """Of a user's own rule, which autograd records."""
+    """Of a rule on statistics of pools that autograd records: a user's own, and those without kernels of their own."""
 
     cut = each = False
 
-    def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, live: bool, tracked: int) -> None:
-        rows, _, self.plans = plans
-        self.statistics, self.live, self.branch = layer.statistics, live, branch
-        self.names = None if tracked < 0 else layer._buffers_of[tracked]
-        self.update = (
-            tracked >= 0 and not running.in_backward()
-        )  # what a call moved that is run again has moved
-        pools = tuple([recorded.OnePool(p.groups, p.pool.over_batch, p.trivial) for p in self.plans])
-        shape = shape_of(x, rows, dense(x)[1])
+    def __init__(self, layer: Norm, x: Tensor, branch: int, plans: Any, live: bool) -> None:
+        self.rows, self.segments, self.plans = plans
+        self.live, self.branch = live, branch
+        self.fixed = live or not any(p.pool.over_batch for p in self.plans)  # no running statistics take part
+        again = running.in_backward()  # what a call moved that is run again has moved
+        moves = live and layer.track_running_stats and layer.policy.update and not again
+        self.update = moves and layer._update_in_kernel(self.segments) is not None
+        self.observes = moves and not self.update
+        tracked = next((k for k, names in enumerate(layer._buffers_of) if names is not None), -1)
+        self.names = layer._buffers_of[tracked] if self.update else None
+        self._rule = self._rule_of(layer)
+        pools = tuple([recorded.OnePool(p.groups, p.pool.over_batch, p.trivial) for p in self._rule.plans])
+        shape = shape_of(x, self.rows, dense(x)[1])
         self.kind = recorded.Kind(shape, pools, tracked if self.update else -1, 0, False, True)
-        self._rule = self._rule_of(layer.eps)
+        self._eps = layer.eps
         self._steps: dict[Any, recorded.Steps] = {}
 
-    def _rule_of(self, eps: float) -> Any:
-        number = len(self.plans)
-        return self.statistics.rule(Sources(self.plans, (None,) * number, (True,) * number, None, eps))
+    def _rule_of(self, layer: Norm) -> PooledRule:
+        sources = layer._sources(self.plans, self.rows, self.branch, self.live)
+        rule: Any = layer.statistics.recorded_rule(sources)
+        return PredictedOfPools(rule, self.rows, layer.key_size) if layer._predictor else rule
 
     def __call__(
-        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None
-    ) -> Tensor:
+        self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None, of_each: Tensor | None = None,
+        extra: tuple[Tensor, ...] = (),
+    ) -> Tensor:  # fmt: skip
         assert of_each is None
-        return self._run(layer, dense(x)[0], *affine.composed(), residual)
+        return self._run(layer, dense(x)[0], *affine.composed(), residual, extra)
 
     def _run(
-        self, layer: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
+        self, layer: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        extra: tuple[Tensor, ...] = (),
+    ) -> Tensor:  # fmt: skip
         if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(x.device):
-                return self._run(layer, x, weight, bias, residual)
+                return self._run(layer, x, weight, bias, residual, extra)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
-                return self._run(layer, x, weight, bias, residual)
+                return self._run(layer, x, weight, bias, residual, extra)
         if weight is not None and bias is not None and weight.shape != bias.shape:
             weight, bias = torch.broadcast_tensors(weight, bias)
-        if self._rule.sources.eps != layer.eps:
-            self._rule = self._rule_of(layer.eps)
+        rule = self._rule
+        if not self.fixed or self._eps != layer.eps:
+            rule, self._eps = self._rule_of(layer), layer.eps
+            self._rule = rule if self.fixed else self._rule
         update = None
         if self.update:
             assert self.names is not None and layer.momentum is not None
@@ -499,9 +512,15 @@ class ReadyRecorded:
                 found = [t[self.branch] for t in found]
             mean, var, batches = found
             update = Update(mean, var, batches, layer.momentum)
-        tensors = self.statistics.tensors(layer._learned_values())
+        tensors = (*layer.statistics.tensors(layer._learned_values()), *extra)
+        if layer._predictor:
+            tensors = (*tensors, *layer._predicting(weight, bias, x))
+            weight = bias = None
         steps = self._of(layer.act, residual is not None, x.data_ptr() & 15 == 0)
-        return recorded.run(x, steps, self._rule, update, weight, bias, residual, tensors)
+        y, seen = recorded.run(x, steps, rule, update, weight, bias, residual, tensors)
+        if self.observes:
+            layer._observe(seen, self.segments, x)
+        return y
 
     def _of(self, act: str | None, residual: bool, aligned: bool) -> recorded.Steps:
         key = (act, residual, aligned)
@@ -513,7 +532,8 @@ class ReadyRecorded:
 
     def quick(self, layer: Norm, x: Tensor, affine: Affine, residual: Tensor | None) -> Quick | None:
         """What serves calls like this one without looking at them again."""
-        if layer.affine_terms not in ((), ("shared",)) or dense(x)[0] is not x:
+        known = layer.affine_terms in ((), ("shared",), ("shared", "predicted"))
+        if not known or dense(x)[0] is not x or isinstance(layer.statistics, Kalman):
             return None
 
         def call(layer: Norm, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
@@ -551,19 +571,24 @@ def prepare(
         return None if layer._predictor else ReadyPositions(x)
     if isinstance(statistics, Modes):
         return None if isinstance(branch, Tensor) else _prepare_modes(layer, x, branch, live)
-    if type(statistics).rule is Statistics.rule:
-        return None if isinstance(branch, Tensor) else _prepare_recorded(layer, x, branch, live)
+    if layer.process_group is not None:
+        return None
     simple = isinstance(statistics, Renorm) or (
         isinstance(statistics, Single) and (live or not statistics.example_weight)
     )
     mixture = isinstance(statistics, Mixture) and statistics.groups == 1 and len(statistics.members) > 1
-    if not (simple or mixture) or layer._predictor or layer.process_group is not None:
-        return None
     spatial = prod(x.shape[2:])
     plans = layer._plans(x, spatial, branch, live)
     rows, segments, made = plans
     pools = len(made)
-    if rows.cuts or closed_call(Sources(made, (None,) * pools, (True,) * pools, None, layer.eps)) is None:
+    of_family = (
+        (simple or mixture)
+        and not layer._predictor
+        and closed_call(Sources(made, (None,) * pools, (True,) * pools, None, layer.eps)) is not None
+    )
+    if not of_family:
+        return None if isinstance(branch, Tensor) else _prepare_recorded(layer, x, branch, live, plans)
+    if rows.cuts:
         return None
     if isinstance(statistics, Renorm) and (
         isinstance(branch, Tensor) or (live and not layer.track_running_stats)
@@ -596,28 +621,20 @@ def _prepare_modes(layer: Norm, x: Tensor, branch: int, live: bool) -> ReadyMode
     return ReadyModes(layer, x, branch, plans, live, moves and not running.in_backward())
 
 
-def _prepare_recorded(layer: Norm, x: Tensor, branch: int, live: bool) -> ReadyRecorded | None:
-    statistics, n = layer.statistics, x.shape[0]
-    if layer._predictor or layer.process_group is not None or statistics.reads_running:
-        return None
-    if not live and any(p.over_batch for p in statistics.pools):
-        return None
-    spatial = prod(x.shape[2:])
-    plans = layer._plans(x, spatial, branch, live)
+def _prepare_recorded(layer: Norm, x: Tensor, branch: int, live: bool, plans: Any) -> ReadyRecorded | None:
     rows, segments, made = plans
-    known = 0 < len(made) <= recorded.MOST_POOLS and rows == Rows(layer.num_features)
-    if not known or passes.too_many(n, n * rows.number):
+    n, r = x.shape[0], rows.number
+    known = rows == Rows(layer.num_features) and all(p.simple for p in made)
+    if not known or layer.statistics.reads_running or passes.too_many(n, n * r):
         return None
-    if any(
-        not p.simple or (not p.trivial and passes.too_large(n, rows.number, p.groups, p.pool.over_batch))
-        for p in made
-    ):
+    if layer.statistics.recorded_rule(layer._sources(made, rows, branch, live)) is None:
         return None
     if live:
-        check_counts(layer, x, spatial, segments)
-    tracked = -1
-    if live and layer.track_running_stats and layer.policy.update:
-        if layer._update_in_kernel(segments) is None:
-            return None
-        tracked = next(k for k, names in enumerate(layer._buffers_of) if names is not None)
-    return ReadyRecorded(layer, x, branch, plans, live, tracked)
+        check_counts(layer, x, prod(x.shape[2:]), segments)
+    ready = ReadyRecorded(layer, x, branch, plans, live)
+    pools = ready.kind.pools
+    if len(pools) > recorded.MOST_POOLS or any(
+        not own and passes.too_large(n, r, groups, batch) for groups, batch, own in pools
+    ):
+        return None
+    return ready
