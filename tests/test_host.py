@@ -113,6 +113,7 @@ def sparse() -> nn.Module:
 
 
 LABELS = torch.tensor([3, 0, 3, 1], device=DEVICE)
+BRANCH = torch.tensor([1, 0, 1, 1], device=DEVICE)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "BN": (lambda: normlab.BatchNorm2d(6), ()),
     "SN": (lambda: normlab.SwitchNorm2d(6), ()),
@@ -127,6 +128,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "SaAuxBN": (
         lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, ("main", "aux"), init_std=0.3),
         ("aux",),
+    ),
+    "AuxBN by sample": (lambda: normlab.AuxiliaryBatchNorm2d(6, ("main", "aux")), (BRANCH,)),
+    "SaAuxBN by sample": (
+        lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, ("main", "aux"), init_std=0.3),
+        (BRANCH,),
+    ),
+    "SN by sample": (
+        lambda: normlab.Norm2d(6, ("instance", "batch"), branches=("main", "other", "aux")),
+        (BRANCH,),
     ),
     "BRN": (lambda: normlab.BatchRenorm2d(6), ()),
     "Mode": (lambda: normlab.ModeNorm2d(6), ()),

@@ -821,6 +821,37 @@ def test_running_statistics_of_own_rules_move_in_the_kernel():
         assert torch.equal(b, before[name])
 
 
+MOVED: dict[str, Any] = {
+    "the average of all batches": lambda: normlab.BatchNorm2d(6, momentum=None),
+    "of one branch": lambda: normlab.Norm2d(6, "batch", branches=("one", "two"), momentum=None),
+    "total": lambda: normlab.SwitchNorm2d(6, moving_average=False),
+    "of ghost batches": lambda: normlab.BatchNorm2d(6, ghost=2, momentum=None),
+    "total of ghost batches": lambda: normlab.GhostBatchGroupNorm2d(6, 3, ghost=2),
+    "of two pools": lambda: normlab.Norm2d(6, ("batch", "batch_group(3)", "layer"), momentum=0.3),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_running_statistics_that_a_kernel_of_its_own_moves(name: str, monkeypatch: pytest.MonkeyPatch):
+    from normlab import passes
+
+    moved = []
+    really = passes.move
+    monkeypatch.setattr(passes, "move", lambda *given: (moved.append(given), really(*given)))
+    layer = MOVED[name]().to(DEVICE)
+    other = deepcopy(layer)
+    given = {"branch": "two"} if name == "of one branch" else {}
+    for k in range(4):
+        x = torch.randn(5, 6, 3, 3, device=DEVICE) * (k + 1) + k
+        with normlab.backend("triton"):
+            layer(x, **given)
+        with normlab.backend("torch"):
+            other(x, **given)
+        for (n, a), b in zip(layer.named_buffers(), other.buffers(), strict=True):
+            assert_close(a, b, **SAME, msg=lambda m, n=n, k=k: f"{n} after {k}: {m}")
+    assert len(moved) == 4 * (1 + (name == "of two pools"))
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
 def test_an_own_rule_runs_again(reentrant: bool):
     """Checkpointing: the same gradients, and running statistics that moved once."""

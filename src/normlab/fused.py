@@ -83,24 +83,18 @@ class Affine(NamedTuple):
     weight2: Tensor | None = None  # [C], [K, C] or [N, C]
     bias2: Tensor | None = None
     label: Tensor | None = None  # [N], rows of [K, C]
-    table: tuple[Tensor, ...] = ()  # instead of weight2 and bias2: K weights [C], then K biases
+    few: bool = False  # whether these are so few that gradients are summed row by row
 
     @property
     def second(self) -> int:
-        if self.table:
-            return 4
         if self.weight2 is None:
             return 0
         if self.label is not None:
-            return 2
+            return 4 if self.few else 2
         return 1 if self.weight2.numel() == self.weight2.shape[-1] else 3
 
     def composed(self) -> tuple[Tensor | None, Tensor | None]:
         """One weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``."""
-        if self.table:
-            half = len(self.table) // 2
-            second = torch.stack(self.table[:half]), torch.stack(self.table[half:])
-            return Affine(self.weight, self.bias, *second, self.label).composed()
         terms = []
         if self.weight is not None and self.bias is not None:
             terms.append((self.weight, self.bias))
@@ -215,7 +209,7 @@ def run(
     of_layer = (affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits)
     return _Normalize.apply(
         x, residual, *(_for_kernels(t, x) for t in of_layer),
-        prepared, given, rule_of, rows, affine.label, box, entry, *affine.table,
+        prepared, given, rule_of, rows, affine.label, box, entry,
     )  # fmt: skip
 
 
@@ -247,10 +241,7 @@ class _Normalize(torch.autograd.Function):
         label: Tensor | None,
         box: list[tuple[Static, Tensor]] | None,
         entry: Any,
-        *table: Tensor,
     ) -> Tensor:
-        if table:
-            weight2, bias2 = torch.stack(table).view(2, len(table) // 2, -1).unbind()
         beside = None if residual is None else like(residual, x, prepared.kind.shape.last)
         segment, mean, var, batches, numbers, branch = given
         if mean is None:
@@ -288,18 +279,16 @@ class _Normalize(torch.autograd.Function):
                 entry, static,
                 (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, *stored),
             )  # fmt: skip
-        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, *table)
+        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
         ctx.static, ctx.work, ctx.given, ctx.rest = static, work, given, (rule_of, rows, label)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         static, given, (rule_of, rows, label) = ctx.static, ctx.given, ctx.rest
-        needs = ctx.needs_input_grad
-        found = _backward(
-            static, (rule_of, rows), given, label, ctx.work, ctx.saved_tensors, (*needs[:8], *needs[15:]), dy
-        )
-        return (*found[:8], *(None,) * 7, *found[8:])
+        needs = ctx.needs_input_grad[:8]
+        found = _backward(static, (rule_of, rows), given, label, ctx.work, ctx.saved_tensors, needs, dy)
+        return (*found, *(None,) * 7)
 
 
 def backward_in_python(
@@ -315,15 +304,13 @@ def _backward(
     static: Static, keep: Any, given: Given, label: Tensor | None, work: Tensor, values: Sequence[Tensor | None],
     needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of ``values``: x, a residual, two affine maps, the logits of means and of variances (of mode norm, the
-    weight and bias of its gates), and the rows of a table that the second map is made of."""
-    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, *table = values
+    """Gradients of ``values``: x, a residual, two affine maps, and the logits of means and of variances (of mode norm,
+    the weight and bias of its gates)."""
+    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = values
     assert x is not None
     if wants_plain(dy):
         rule_of, rows = keep
         rule = rule_of(static, work, given)
-        second = (None, None) if table else (weight2, bias2)
-        values = (x, residual, weight, bias, *second, mean_logits, var_logits, *table)
         return _differentiate_again(rule, rows, static.kind.act, given, label, values, needs, dy)
     kind, shape = static.kind, static.shape
     x = laid(x, shape.last)
@@ -339,7 +326,7 @@ def _backward(
     if weight is not None:
         assert bias is not None
         d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
-    if weight2 is not None and label is not None and not table:  # rows that no sample has get zero
+    if weight2 is not None and label is not None:  # rows that no sample has get zero
         room = ceil(weight2.numel(), 16) * 16  # both begin at an address as kernels expect it
         both = weight2.new_zeros(2 * room)
         d_weight2, d_bias2 = (both.as_strided(weight2.shape, weight2.stride(), k) for k in (0, room))
@@ -369,10 +356,6 @@ def _backward(
     d_residual = None
     if kind.residual and needs[1]:
         d_residual = dy if inner is None else inner
-    if table:
-        assert d_weight2 is not None and d_bias2 is not None
-        rows_of_table = (*d_weight2.unbind(), *d_bias2.unbind())
-        return (dx, d_residual, d_weight, d_bias, None, None, d_mean, d_var, *rows_of_table)
     return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var)
 
 
@@ -384,10 +367,9 @@ def _differentiate_again(
     name = next(n for n, k in ACTIVATIONS.items() if k == act)
 
     def expression(*values: Tensor | None) -> Tensor:
-        x, residual, weight, bias, weight2, bias2, *logits = values[:8]
+        x, residual, weight, bias, weight2, bias2, *logits = values
         assert x is not None
-        table = tuple(t for t in values[8:] if t is not None)
-        both = Affine(weight, bias, weight2, bias2, label, table).composed()
+        both = Affine(weight, bias, weight2, bias2, label).composed()
         with torch.autocast(x.device.type, enabled=False):  # gates are a product
             if isinstance(rule, OfPositions):
                 y = rule(x, *both)

@@ -37,6 +37,7 @@ __all__ = [
     "gradients",
     "input_gradient",
     "moments",
+    "move",
     "pool",
     "pool_launch",
     "sparsest",
@@ -230,6 +231,19 @@ def back(
         _run_on_rows("back", ceil(n * r, BLOCK), fixed, *given, numbers=(float(max(seen.count, 1)),))
         more = True
     return out[2], out[0]
+
+
+def move(
+    mean: Tensor, var: Tensor, batches: Tensor, seen: Pooled, momentum: float | None, total: bool, last: bool
+) -> None:
+    """Move running statistics ``[G]``, float32, and count the batch with the ``last`` of them."""
+    segments, groups = seen.mean.shape
+    each = isinstance(seen.count, Tensor)
+    fixed = (segments, groups, each, momentum is None, total, last, min(power(groups), 1024))
+    seen_mean, seen_var = seen.mean.contiguous(), seen.var.contiguous()
+    given = (seen_mean, seen_var, seen.count if each else None, mean, var, batches)
+    numbers = (0.0 if momentum is None else float(momentum), 1.0 if each else float(seen.count))
+    _run_on_rows("move", 1, fixed, *given, numbers=numbers)  # type: ignore[arg-type]
 
 
 def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:

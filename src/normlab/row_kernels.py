@@ -233,3 +233,56 @@ def fold(planes, out, at, R, BR: tl.constexpr):
         r = k + tl.arange(0, BR)
         total += tl.load(planes + at + n * R + r, mask=r < R, other=0.0)
     tl.store(out + n, tl.sum(total, 0))
+
+
+@triton.jit
+def move(
+    seen_mean, seen_var, counts, mean, var, batches, momentum, count, segments, G,
+    EACH: tl.constexpr, AVERAGE: tl.constexpr, TOTAL: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Move running statistics ``[G]`` towards a batch's, ``[segments, G]``: the average of its ghost batches.
+
+    A ghost batch has ``count`` elements a statistic, or EACH its own. AVERAGE: all batches count alike, ``momentum``
+    does not. TOTAL: the biased variance, with that between the ghost batches and the drift of the mean. LAST: the batch
+    is counted. One program, which reads how many there were before it counts.
+    """
+    before = tl.load(batches)
+    share = momentum
+    if AVERAGE:
+        share = 1.0 / (before + 1).to(tl.float32)
+    for start in range(0, G, BLOCK):
+        g = start + tl.arange(0, BLOCK)
+        ok = g < G
+        first = tl.load(seen_mean + g, mask=ok, other=0.0)
+        shift = tl.zeros((BLOCK,), tl.float32)
+        new_var = tl.zeros((BLOCK,), tl.float32)
+        number = tl.sum(shift, 0)
+        for b in range(segments):
+            own = count
+            if EACH:
+                own = tl.load(counts + b).to(tl.float32)
+            v = tl.load(seen_var + b * G + g, mask=ok, other=0.0)
+            if not TOTAL:
+                v *= own / tl.maximum(own - 1.0, 1.0)
+            shift += own * (tl.load(seen_mean + b * G + g, mask=ok, other=0.0) - first)
+            new_var += own * v
+            number += own
+        off = shift / number
+        new_mean = first + off
+        new_var = new_var / number
+        old_mean = tl.load(mean + g, mask=ok, other=0.0)
+        old_var = tl.load(var + g, mask=ok, other=0.0)
+        if TOTAL:
+            apart = tl.zeros((BLOCK,), tl.float32)
+            for b in range(segments):
+                own = count
+                if EACH:
+                    own = tl.load(counts + b).to(tl.float32)
+                d = tl.load(seen_mean + b * G + g, mask=ok, other=0.0) - new_mean
+                apart += own * d * d
+            drift = new_mean - old_mean
+            new_var += apart / number + (1.0 - share) * drift * drift
+        tl.store(mean + g, old_mean + share * (new_mean - old_mean), mask=ok)
+        tl.store(var + g, old_var + share * (new_var - old_var), mask=ok)
+    if LAST:
+        tl.store(batches, before + 1)

@@ -555,8 +555,9 @@ class Norm(nn.Module):
         if last == "branch":
             assert self.branches is not None
             if isinstance(branch, Tensor):
-                each: Any = (self.branch_weight, self.branch_bias)
-                return Affine(*shared, label=branch, table=tuple(t[b] for t in each for b in self.branches))
+                both: Any = (self.branch_weight, self.branch_bias)
+                weight, bias = (torch.stack([t[b] for b in self.branches]) for t in both)
+                return Affine(*shared, weight, bias, branch, few=True)
             name = self.branches[branch]
             pair = self.branch_weight[name], self.branch_bias[name]
             return Affine(*pair) if len(terms) == 1 else Affine(*shared, *pair)
@@ -627,6 +628,9 @@ class Norm(nn.Module):
         branches = None if self.branches is None else len(self.branches)
         batches = self.num_batches_tracked
         assert isinstance(batches, Tensor)
+        if kernels_serve(x) and not must_trace(x) and self._move_by_kernel(tracked, batches):
+            self._set_run_shape(tuple(x.shape[2:]))
+            return
         guard = getattr(self, tracked[0][0][1]).dtype if self.policy.guard else None
         ok = running.acceptable([t[1] for t in tracked], tracked[0][2], branches, guard)
         running.count_(batches, tracked[0][2], branches, ok)
@@ -634,6 +638,31 @@ class Norm(nn.Module):
             mean, var = (getattr(self, n) for n in names)
             running.update_(mean, var, batches, pooled, s, branches, self._share(), how, self.eps, ok)
         self._set_run_shape(tuple(x.shape[2:]), ok)
+
+    def _move_by_kernel(self, tracked: Sequence[tuple[Any, Pooled, Segments, str]], batches: Tensor) -> bool:
+        """Move running statistics, one kernel each, and say whether that is done: of one branch, without a policy."""
+        if self.policy.guard or self.process_group is not None:
+            return False
+        found = []
+        for names, pooled, s, how in tracked:
+            mean, var = (getattr(self, n) for n in names)
+            branch, count = s.branch, pooled.count
+            plain = mean.dtype == var.dtype == pooled.mean.dtype == pooled.var.dtype == torch.float32
+            each = isinstance(count, Tensor)
+            known = not each or count.shape == (pooled.mean.shape[0], 1)
+            if not plain or isinstance(branch, Tensor) or how == "deviation" or not known:
+                return False
+            if self.branches is not None:
+                mean, var = mean[branch], var[branch]
+            if mean.dim() != 1 or not (mean.is_contiguous() and var.is_contiguous()):
+                return False
+            found.append((mean, var, pooled, how == "total"))
+        counter = batches if self.branches is None else batches[tracked[0][2].branch]
+        from .. import passes  # imports triton
+
+        for k, (mean, var, pooled, total) in enumerate(found):
+            passes.move(mean, var, counter, pooled, self._share(), total, k == len(found) - 1)
+        return True
 
     def _update_in_kernel(self, segments: Sequence[Segments]) -> Update | None:
         """Running statistics that a kernel may move on the way: one pool over the batch, no policy.

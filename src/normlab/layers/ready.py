@@ -81,7 +81,7 @@ class Ready:
         """``of_each`` is the branch of each sample, ``[N]``, where each has its own."""
         if self._takes_native(layer, x, affine, residual):
             return self._batch_norm(layer, x, affine)
-        library = None if self.each or self.again else host.library(self.kind.shape.device)
+        library = None if self.again else host.library(self.kind.shape.device)
         key = (affine.weight is not None, affine.second, layer.act, residual is not None, library is not None)
         found = self._kinds.get(key)
         if found is None:
@@ -110,16 +110,16 @@ class Ready:
             assert isinstance(self.statistics, Mixture)
             logits = self.statistics.logits(layer._learned_values())
         x = dense(x)[0]
+        segment = self.segment if of_each is None else of_each
         if entry is not None:
             weight, bias, weight2, bias2, label, _ = affine
             mean_logits, var_logits = logits or (None, None)
             y = entry(
-                x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, self.segment, label,
+                x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label,
                 mean, var, batches, share, eps,
             )  # fmt: skip
             if y is not None:
                 return y
-        segment = self.segment if of_each is None else of_each
         given = Given(segment, mean, var, batches, (share, eps, *self.bounds), branch)
         return run(x, prepared, given, self.rule, self.rows, affine, logits, residual, entry=entry)
 
