@@ -13,7 +13,7 @@ Other people's layers run beside ours with ``--beside``: a class that Python can
 channels, such as that of the public code of Switchable Normalization from a checkout of it:
 
     PYTHONPATH=Switchable-Normalization/devkit/ops python benchmarks/gpu.py --quick --only switchable \\
-        --beside switchable_norm:SwitchNorm2d
+        --beside "switchable, public code=switchable_norm:SwitchNorm2d"
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ LISTED = [
     "positional",
     "ghost",
     "sparse_switchable",
+    "auxiliary_by_sample",
     "own_rule",
+    "group_switchable",
+    "kalman",
+    "meta",
 ]
 Step = Callable[[], object]
 CONTEXT = multiprocessing.get_context("spawn")
@@ -187,8 +191,9 @@ class Cell:
                 runs["nn.GroupNorm"] = step_of(nn.GroupNorm(32, shape[1], **to), x, dy, ())
                 runs["nn.InstanceNorm2d"] = step_of(nn.InstanceNorm2d(shape[1], affine=True, **to), x, dy, ())
         for other in beside:
-            theirs = imported(other)(shape[1]).to("cuda", dtype)  # nor do others
-            runs[other] = step_of(theirs, x, dy, ())
+            name, _, place = other.rpartition("=")
+            theirs = imported(place)(shape[1]).to("cuda", dtype)  # nor do others
+            runs[name or place] = step_of(theirs, x, dy, ())
         self.runs = runs
         for run in runs.values():
             for _ in range(3):
@@ -332,7 +337,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--only", default=",".join(LISTED), help="normalizers, separated by commas")
-    parser.add_argument("--beside", nargs="*", default=[], help="other layers, as module:Class")
+    parser.add_argument("--beside", nargs="*", default=[], help="other layers, as [name=]module:Class")
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--layouts", default="contiguous,channels_last")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,37 @@ def naive_sandwich_auxiliary(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
     return _affine(y, m.branch_weight[a[0]], m.branch_bias[a[0]])  # type: ignore[index]
 
 
+def naive_mixed(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    each: Any = list(zip(m.branch_weight.values(), m.branch_bias.values(), strict=True))  # type: ignore[union-attr]
+    which = [(a[0] == k).nonzero().squeeze(1) for k in range(len(each))]
+    parts = [_affine(_standard(x[i], (0, 2, 3)), *pair) for i, pair in zip(which, each, strict=True)]
+    return torch.cat(parts)[torch.cat(which).argsort()]
+
+
+def naive_groups(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    c = x.shape[1]
+    p, q = (torch.softmax(w, 0).repeat_interleave(c // w.shape[1], 1) for w in (m.mean_weight, m.var_weight))  # type: ignore[union-attr, index, operator]
+    return _naive_mixture(x, m, p.unsqueeze(2), q.unsqueeze(2))
+
+
+def naive_kalman(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    prior_mean, prior_var = (t.reshape(1, -1, 1, 1) for t in a[0])
+    var, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
+    trust = (prior_var / var).mean() < 100
+    var = torch.where(trust, 0.1 * prior_var + 0.9 * var + 0.09 * (mean - prior_mean) ** 2, var)
+    mean = torch.where(trust, 0.1 * prior_mean + 0.9 * mean, mean)
+    return _affine((x - mean) / torch.sqrt(var + 1e-5), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_meta(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    keys = x.reshape(x.shape[0], -1, m.key_size * x.shape[2] * x.shape[3])  # type: ignore[operator]
+    var, mean = torch.var_mean(keys, 2, correction=0)
+    linear, (embed, to_weight, to_bias) = nn.functional.linear, (getattr(m, name) for name in m._predictor)  # type: ignore[union-attr]
+    weight = torch.sigmoid(linear(linear(var, embed).relu(), to_weight)).repeat_interleave(m.key_size, 1)  # type: ignore[arg-type]
+    bias = torch.tanh(linear(linear(mean, embed).relu(), to_bias)).repeat_interleave(m.key_size, 1)  # type: ignore[arg-type]
+    return _affine(_standard(x, (2, 3)), m.weight + weight, m.bias + bias)  # type: ignore[operator]
+
+
 class Crossed(normlab.Statistics):
     """A rule of a user's own: the batch's mean, the sample's deviation."""
 
@@ -176,6 +208,15 @@ def _labels(x: Tensor) -> tuple:
     return (torch.arange(x.shape[0], device=x.device) % CLASSES,)
 
 
+def _branches(x: Tensor) -> tuple:
+    return (torch.arange(x.shape[0], device=x.device) % 2,)
+
+
+def _prior(x: Tensor) -> tuple:
+    c = x.shape[1]
+    return ((torch.zeros(c, device=x.device), torch.ones(c, device=x.device)),)
+
+
 def _groups(c: int) -> int:
     """Batch group norm's group number: half the channels."""
     return c // 2
@@ -215,13 +256,16 @@ CASES = [
         lambda x: ("aux",),
         naive_sandwich_auxiliary,
     ),
+    Case("auxiliary_by_sample", lambda c: normlab.AuxiliaryBatchNorm2d(c), _branches, naive_mixed),
     Case(
         "adaptive_instance", lambda c: normlab.AdaptiveInstanceNorm2d(c), lambda x: (x.flip(0),), naive_style
     ),
     Case("mode", lambda c: normlab.ModeNorm2d(c), _nothing, naive_modes),
     Case("batch_renorm", lambda c: normlab.BatchRenorm2d(c), _nothing, naive_batch),
     Case("own_rule", lambda c: normlab.Norm2d(c, Crossed()), _nothing, naive_own),
-    Case("meta", lambda c: normlab.InstanceLevelMetaNorm2d(c), _nothing, naive_instance),
+    Case("group_switchable", lambda c: normlab.SwitchNorm2d(c, groups=4), _nothing, naive_groups),
+    Case("kalman", lambda c: normlab.KalmanNorm2d(c), _prior, naive_kalman),
+    Case("meta", lambda c: normlab.InstanceLevelMetaNorm2d(c), _nothing, naive_meta),
 ]
 
 

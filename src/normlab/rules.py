@@ -269,6 +269,7 @@ class _Mix:
         if self.weighting is not None:
             weights = self.weighting(*logits)  # [2, K] or [2, K, groups]
             weights = weights.unsqueeze(2) if self.groups == 1 else self._to_rows(weights)
+            weights = [w.unbind() for w in weights.unbind()]  # autograd then has few steps
         return self._mixed(statistics, weights, dtype)
 
     def compute(
@@ -287,10 +288,8 @@ class _Mix:
             pooled = statistics(plan) if live else None
             seen.append(pooled)
             m, v = _running(self.sources, k, dtype) if pooled is None else map(plan.expand, pooled[:2])
-            if w is not None:
-                m, v = m * w[0][k], v * w[1][k]
-            center = m if center is None else center + m
-            var = v if var is None else var + v
+            center = _plus(center, m, None if w is None else w[0][k])
+            var = _plus(var, v, None if w is None else w[1][k])
         assert center is not None and var is not None
         return Coefficients(center, torch.rsqrt(var + self.sources.eps)), seen
 
@@ -371,6 +370,14 @@ class _Mix:
         if pooled is not None:
             offset, half = plan.adjoint(weighted[0], weighted[1], pooled, stats[0])
         return total, offset, half
+
+
+def _plus(total: Tensor | None, t: Tensor, weight: Any) -> Tensor:
+    """``total + weight * t``, of what is there, in one step where it can be."""
+    if total is not None and isinstance(weight, Tensor):
+        return torch.addcmul(total, t, weight)
+    t = t if weight is None else t * weight
+    return t if total is None else total + t
 
 
 class _MixOfPools(Recorded):
