@@ -821,6 +821,45 @@ def test_running_statistics_of_own_rules_move_in_the_kernel():
         assert torch.equal(b, before[name])
 
 
+@pytest.mark.parametrize("mean", [0.0, 1e4], ids=["mean-0", "mean-1e4"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("groups", [5, 64], ids=["few", "many"])
+def test_groups_that_are_cut_anywhere(groups: int, layout: torch.memory_format, mean: float):
+    """Rows longer than a block and rows of a few elements; running statistics, gradients, the layout of ``y``."""
+    layer = normlab.BatchGroupNorm2d(6, groups).to(DEVICE)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    exact = deepcopy(layer).double()
+    x, dy = (torch.randn(3, 6, 41, 33, device=DEVICE).contiguous(memory_format=layout) for _ in range(2))
+    x = (x + mean).requires_grad_()
+    with normlab.backend("triton"):
+        y = layer(x)
+        found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+    wide = x.detach().double().requires_grad_()
+    z = exact(wide)
+    wanted = torch.autograd.grad(z, (wide, *exact.parameters()), dy.double())
+    assert y.stride() == x.stride() and found[0].stride() == x.stride()
+    near = 2e-5 if mean == 0 else 3e-3  # a mean of 1e4 is rounded by 5e-4
+    assert_close(y, z, rtol=near, atol=near, check_dtype=False)
+    for g, w in zip(found, wanted, strict=True):
+        assert_close(g, w, rtol=near, atol=near * max(1.0, float(w.abs().max())), check_dtype=False)
+    for a, b in zip(layer.buffers(), exact.buffers(), strict=True):
+        assert_close(a, b, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+def test_groups_that_are_cut_anywhere_in_sixteen_bits():
+    layer = normlab.BatchGroupNorm2d(6, 5).to(DEVICE)
+    x = torch.randn(3, 6, 41, 33, device=DEVICE)
+    with normlab.backend("triton"):
+        exact = layer(x)
+        a = x.bfloat16().requires_grad_()
+        y = layer(a)
+        (dx,) = torch.autograd.grad(y, a, torch.ones_like(y))
+    assert y.dtype == dx.dtype == torch.bfloat16
+    assert_close(y.float(), exact, rtol=2e-2, atol=2e-2)
+
+
 MOVED: dict[str, Any] = {
     "the average of all batches": lambda: normlab.BatchNorm2d(6, momentum=None),
     "of one branch": lambda: normlab.Norm2d(6, "batch", branches=("one", "two"), momentum=None),
@@ -828,6 +867,8 @@ MOVED: dict[str, Any] = {
     "of ghost batches": lambda: normlab.BatchNorm2d(6, ghost=2, momentum=None),
     "total of ghost batches": lambda: normlab.GhostBatchGroupNorm2d(6, 3, ghost=2),
     "of two pools": lambda: normlab.Norm2d(6, ("batch", "batch_group(3)", "layer"), momentum=0.3),
+    "of uneven groups": lambda: normlab.BatchGroupNorm2d(6, 5),
+    "of uneven groups of ghost batches": lambda: normlab.BatchGroupNorm2d(6, 5, ghost=2),
 }
 
 

@@ -69,6 +69,7 @@ def compile_all() -> None:
         (partial(normlab.Norm2d, 32, Own()), (2, 32, 2, 2)),
         (partial(normlab.PositionalNorm2d, 4100), (2, 4100, 2, 2)),
         (partial(normlab.SwitchNorm2d, 32, moving_average=False, ghost=1), (2, 32, 2, 2)),
+        (partial(normlab.BatchGroupNorm2d, 32, 7), (2, 32, 2, 2)),
     ]
     for make, shape in one_of_each:
         with normlab.backend("triton", host="python"):
@@ -93,6 +94,7 @@ def test_every_kernel_compiles(tmp_path: Path):
     assert set(found) == {
         "forward", "backward", "forward_in_parts", "backward_in_parts", "moments", "apply", "sums", "gradient", "join",
         "pool_columns", "pool_groups", "compose", "through_affine", "fold", "back", "move", "sparsest",
+        "cut_moments", "cut_apply", "cut_sums", "cut_gradient", "cut_total",
     }  # fmt: skip
     assert sum(found.values()) == len(run.stdout.splitlines())
     assert found["moments"] > 4  # of split rows, too

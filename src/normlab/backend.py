@@ -21,15 +21,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._text import nearest
-
-if TYPE_CHECKING:
-    from .engine import Rows
 
 __all__ = [
     "backend", "chosen", "chosen_host", "kernels_serve", "one_launch", "out_of_sight", "rerun_in", "triton_is_forced",
@@ -153,11 +150,11 @@ def chosen_host() -> str:
     return _chosen.get().host or _host_from_environment()
 
 
-def kernels_serve(x: Tensor, rows: Rows | None = None) -> bool:
-    """Whether the Triton kernels take ``x`` (cut into ``rows``); compilers trace the plain expression instead."""
+def kernels_serve(x: Tensor) -> bool:
+    """Whether the Triton kernels take ``x``; compilers trace the plain expression instead."""
     if torch.compiler.is_compiling():
         return False
     name = _chosen.get().name or _from_environment()
-    if name == "torch" or (rows is not None and rows.cuts) or x.dtype == torch.float64 or not x.numel():
+    if name == "torch" or x.dtype == torch.float64 or not x.numel():
         return False
     return name == "triton" or (x.is_cuda and _has_triton())

@@ -22,6 +22,7 @@ Numerical decisions, all of them:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
@@ -36,7 +37,7 @@ from torch.autograd import forward_ad
 from . import reference
 from ._cache import remembered
 from .backend import kernels_serve
-from .indexed import add_up, take
+from .indexed import sum_runs, take
 
 __all__ = ["Coefficients", "Moments", "Rows", "Rule", "StyleMoments", "normalize", "slice_moments"]
 
@@ -159,6 +160,10 @@ class Rows:
         """Elements a row."""
         return _lengths(self.cuts, device) if self.cuts else spatial // self.parts
 
+    def ends(self, device: torch.device) -> Tensor:
+        """Where rows that are cut anywhere end."""
+        return _ends(self.cuts, device)
+
     def from_channels(self, t: Tensor, spatial: int) -> Tensor:
         """``[..., C]`` to ``[..., R]``: every row gets its channel's value."""
         if self.cuts:
@@ -168,7 +173,9 @@ class Rows:
     def to_channels(self, t: Tensor, spatial: int) -> Tensor:
         """``[..., R]`` to ``[..., C]``: the sum over each channel's rows."""
         if self.cuts:
-            return add_up(t, _channel_of(self.cuts, spatial, t.device), self.channels, -1)
+            counts, index = _rows_a_channel(self.cuts, spatial), _channel_of(self.cuts, spatial, t.device)
+            found = sum_runs(t.reshape(-1, t.shape[-1]), counts, index)
+            return found.reshape(*t.shape[:-1], self.channels)
         return t if self.parts == 1 else t.reshape(*t.shape[:-1], self.channels, self.parts).sum(-1)
 
 
@@ -202,6 +209,18 @@ def run_ends(whole: int, groups: int) -> tuple[int, ...]:
 def _lengths(cuts: tuple[int, ...], device: torch.device) -> Tensor:
     starts = (0, *cuts[:-1])
     return torch.tensor([e - s for s, e in zip(starts, cuts, strict=True)], device=device)
+
+
+@remembered
+def _ends(cuts: tuple[int, ...], device: torch.device) -> Tensor:
+    wide = cuts[-1] > 2**31 - 2048  # what is counted in blocks
+    return torch.tensor(cuts, dtype=torch.int64 if wide else torch.int32, device=device)
+
+
+@remembered
+def _rows_a_channel(cuts: tuple[int, ...], spatial: int) -> tuple[int, ...]:
+    found = Counter((end - 1) // spatial for end in cuts)
+    return tuple(found[c] for c in range(len(found)))
 
 
 @remembered
@@ -259,7 +278,7 @@ def _at_once(
     update: Update | None,
 ) -> tuple[Tensor, Any] | None:
     """Whole normalizers where there are kernels for them; None where the passes do the work, one by one."""
-    if not kernels_serve(x, rows):
+    if not kernels_serve(x) or rows.cuts:
         from . import native  # imports this module
 
         return native.normalize(x, rule, rows, weight, bias)
@@ -284,15 +303,15 @@ def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
     if must_trace(x):
         return Moments(*reference.plain_moments(x, rows), size)
     if not (x.requires_grad and torch.is_grad_enabled()):  # spare the host a node
-        mean, var = _passes(x, rows).moments(x, rows)
+        mean, var = _passes(x).moments(x, rows)
         return Moments(mean, var, size)
     mean, var = _SliceMoments.apply(x, rows)
     return Moments(mean, var, size)
 
 
-def _passes(x: Tensor, rows: Rows) -> Any:
+def _passes(x: Tensor) -> Any:
     """The module whose passes take ``x``."""
-    if kernels_serve(x, rows):
+    if kernels_serve(x):
         from . import passes  # imports triton
 
         return passes
@@ -382,7 +401,7 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        passes = _passes(x, rows)
+        passes = _passes(x)
         spatial = prod(x.shape[2:])
         size = rows.size(spatial, x.device)
         closed = cast("ClosedRule | None", rule if hasattr(rule, "gradient") else None)
@@ -435,7 +454,7 @@ class _Normalize(torch.autograd.Function):
             dx, *rest = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, tensors)
             return (dx, None, None, None, *rest)
         rows, needs = ctx.rows, ctx.needs_input_grad
-        passes, standard = _passes(x, rows), ctx.standard.detached()
+        passes, standard = _passes(x), ctx.standard.detached()
         found = passes.gradients(dy, x, rows, standard, weight, bias, (needs[4], needs[5]))
         if ctx.closed:
             offset, slope, d_tensors = ctx.rule.gradient(
@@ -515,7 +534,7 @@ def differentiate(
 class _SliceMoments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        mean, var = _passes(x, rows).moments(x, rows)
+        mean, var = _passes(x).moments(x, rows)
         ctx.rows = rows
         ctx.save_for_backward(x, mean)
         return mean, var
@@ -533,4 +552,4 @@ class _SliceMoments(torch.autograd.Function):
             return torch.autograd.grad(again, view, wanted, create_graph=record)[0], None
         size = prod(x.shape[2:])
         offset, slope = d_mean / size, d_var * (2 / size)
-        return _passes(x, rows).input_gradient(None, x, rows, None, offset, slope, mean), None
+        return _passes(x).input_gradient(None, x, rows, None, offset, slope, mean), None

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_up", "take"]
+from .backend import kernels_serve
+
+__all__ = ["add_up", "sum_runs", "take"]
 
 
 def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor:
@@ -24,6 +26,19 @@ def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor
     if t.is_cuda:
         return torch.ops.aten.index_put(zero, [*[None] * dim, index], t, True)
     return zero.index_add(dim, index, t)
+
+
+def sum_runs(t: Tensor, counts: tuple[int, ...], index: Tensor, batch: bool = False) -> Tensor:
+    """``[N, R]`` to ``[N, G]``: sums over runs of ``counts`` columns; also over the rows with ``batch``, ``[1, G]``.
+
+    ``index [R]`` says the same as ``counts``: the run of each column.
+    """
+    if kernels_serve(t):
+        from . import passes  # imports triton
+
+        if passes.sums_runs(t):
+            return passes.sum_runs(t, counts, batch)
+    return add_up(t.sum(0, keepdim=True) if batch else t, index, len(counts), 1)
 
 
 def take(t: Tensor, index: Tensor | None, dim: int = 0) -> Tensor:

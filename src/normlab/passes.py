@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import reference, row_kernels, sparse_kernels
+from . import cut_kernels, reference, row_kernels, sparse_kernels
+from ._cache import remembered
 from .launch import (
     BLOCK,
     Launch,
@@ -42,7 +44,9 @@ __all__ = [
     "pool_launch",
     "sparsest",
     "strides",
+    "sum_runs",
     "sums",
+    "sums_runs",
     "too_large",
     "too_many",
 ]
@@ -70,14 +74,21 @@ def _run(name: str, shape: Shape, *given: Tensor, numbers: tuple[float, ...] = (
 
 @lru_cache(maxsize=4096)
 def _launch_on_rows(
-    name: str, grid: int, fixed: tuple[Any, ...], device: int, types: Any, aligned: tuple[bool, ...]
+    name: str,
+    grid: int,
+    fixed: tuple[Any, ...],
+    device: int,
+    types: Any,
+    aligned: tuple[bool, ...],
+    warps: int,
 ) -> Launch:
-    return Launch(getattr(sparse_kernels if name == "sparsest" else row_kernels, name), grid, fixed, device)
+    kernel = next(getattr(m, name) for m in (row_kernels, cut_kernels, sparse_kernels) if hasattr(m, name))
+    return Launch(kernel, grid, fixed, device, warps=warps)
 
 
 def _run_on_rows(
-    name: str, grid: int, fixed: tuple[Any, ...], *given: Tensor | None, numbers: tuple[float, ...] = ()
-) -> None:
+    name: str, grid: int, fixed: tuple[Any, ...], *given: Tensor | None, numbers: tuple[float, ...] = (), warps: int = 4
+) -> None:  # fmt: skip
     first = given[0]
     assert first is not None
     device, pointers = first.device.index if first.is_cuda else -1, addresses(given)
@@ -86,7 +97,7 @@ def _run_on_rows(
         tuple([p % 16 == 0 for p in pointers]),
     )
     with on_device(device):
-        _launch_on_rows(name, grid, fixed, device, types, aligned)(given, pointers, numbers)
+        _launch_on_rows(name, grid, fixed, device, types, aligned, warps)(given, pointers, numbers)
 
 
 def _floats(x: Tensor, *size: int) -> Tensor:
@@ -99,7 +110,25 @@ def _parted(x: Tensor, shape: Shape) -> Tensor:
     return _floats(x, splits * 2 * shape.rows if splits > 1 else 1)
 
 
+def _run_on_cuts(name: str, x: Tensor, rows: Rows, *given: Tensor) -> None:
+    """A pass over rows that are cut anywhere, of what is contiguous."""
+    n, r, whole = x.shape[0], rows.number, rows.cuts[-1]
+    longest = max(e - s for s, e in zip((0, *rows.cuts[:-1]), rows.cuts, strict=True))
+    block = min(power(longest), 1024)
+    ends, fixed = rows.ends(x.device), (r, whole, n * r, block)
+    _run_on_rows(name, n * r, fixed, *given, ends, warps=1 if block <= 128 else 4)
+
+
+def _as(t: Tensor, x: Tensor) -> Tensor:
+    """``t`` in the layout of ``x``."""
+    return t if x.is_contiguous() else torch.empty_like(x).copy_(t)
+
+
 def moments(x: Tensor, rows: Rows) -> Tensor:
+    if rows.cuts:
+        stats = _floats(x, 2, x.shape[0], rows.number)
+        _run_on_cuts("cut_moments", x, rows, x.contiguous(), stats)
+        return stats
     x, last = dense(x)
     shape = shape_of(x, rows, last)
     stats = _floats(x, 2, shape.n, shape.width)
@@ -119,6 +148,12 @@ def _stacked(x: Tensor, rows: Rows, *given: Tensor | None) -> Tensor:
 def apply(
     x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
 ) -> Tensor:
+    if rows.cuts:
+        composed = reference.compose(standard, rows, prod(x.shape[2:]), weight, bias)
+        given = x.contiguous()
+        y = torch.empty_like(given)
+        _run_on_cuts("cut_apply", x, rows, given, y, _stacked(x, rows, *composed))
+        return _as(y, x)
     x, last = dense(x)
     n, r = x.shape[0], rows.number
     if n * r >= _MANY_ROWS:
@@ -156,7 +191,7 @@ def gradients(
     n, r, spatial = x.shape[0], rows.number, prod(x.shape[2:])
     center, scale, shift = standard
     total = sums(dy, x, rows, center)
-    if n * r >= _MANY_ROWS:
+    if n * r >= _MANY_ROWS or rows.cuts:
         return reference.through_affine(total[0], total[1], rows, spatial, standard, weight, bias, wanted)
     each = n > _TALL or any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
     per = 64 if each else n
@@ -207,6 +242,31 @@ def pool_launch(n: int, r: int, groups: int, batch: bool) -> tuple[str, int, tup
     return "pool_groups", groups if batch else n * groups, fixed
 
 
+def sum_runs(t: Tensor, counts: tuple[int, ...], batch: bool) -> Tensor:
+    """Sums over runs of ``counts`` rows of ``[N, R]``: of each sample, ``[N, G]``, or of all of them, ``[1, G]``."""
+    t, (n, r), groups = t.contiguous(), t.shape, len(counts)
+    samples = min(power(n), 32) if batch else 1
+    out = _floats(t, 1 if batch else n, groups)
+    fixed = (n, r, groups, batch, samples, min(power(max(counts)), 1024 // samples))
+    _run_on_rows("cut_total", out.numel(), fixed, t, out, firsts(counts, t.device))
+    return out
+
+
+def sums_runs(t: Tensor) -> bool:
+    """Whether :func:`sum_runs` takes ``t``: it has no gradient, and counts rows with 32 bits."""
+    return (
+        t.dtype == torch.float32
+        and t.numel() < _MANY_ROWS
+        and not (t.requires_grad and torch.is_grad_enabled())
+    )
+
+
+@remembered
+def firsts(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where runs begin, and where the last one ends."""
+    return torch.tensor((0, *accumulate(counts)), dtype=torch.int32, device=device)
+
+
 def back(
     plans: Sequence[Plan],
     gradients: Sequence[tuple[Tensor | None, Tensor | None]],
@@ -239,7 +299,8 @@ def move(
     """Move running statistics ``[G]``, float32, and count the batch with the ``last`` of them."""
     segments, groups = seen.mean.shape
     each = isinstance(seen.count, Tensor)
-    fixed = (segments, groups, each, momentum is None, total, last, min(power(groups), 1024))
+    places = strides(seen.count) if isinstance(seen.count, Tensor) else (0, 0)
+    fixed = (segments, groups, *places, each, momentum is None, total, last, min(power(groups), 1024))
     seen_mean, seen_var = seen.mean.contiguous(), seen.var.contiguous()
     given = (seen_mean, seen_var, seen.count if each else None, mean, var, batches)
     numbers = (0.0 if momentum is None else float(momentum), 1.0 if each else float(seen.count))
@@ -257,6 +318,11 @@ def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
 
 
 def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
+    if rows.cuts:
+        out = _floats(x, 2, x.shape[0], rows.number)
+        given = (dy.contiguous(), x.contiguous(), out, _stacked(x, rows, center))
+        _run_on_cuts("cut_sums", x, rows, *given)
+        return out
     x, last = dense(x)
     dy = like(dy, x, last)
     shape = shape_of(x, rows, last)
@@ -274,9 +340,17 @@ def input_gradient(
     slope: Tensor | None,
     mean: Tensor,
 ) -> Tensor:
+    about = None if slope is None else mean
+    if rows.cuts:
+        given = x.contiguous()
+        dx = torch.empty_like(given)
+        beside = given if dy is None else dy.contiguous()
+        _run_on_cuts(
+            "cut_gradient", x, rows, beside, given, dx, _stacked(x, rows, scale, slope, about, offset)
+        )
+        return _as(dx, x)
     x, last = dense(x)
     dy = x if dy is None else like(dy, x, last)  # with no scale it counts for nothing
-    about = None if slope is None else mean
     dx = torch.empty_like(x)
     coefficients = _stacked(x, rows, scale, slope, about, offset)
     _run("gradient", shape_of(x, rows, last), dy, x, x, dx, coefficients, coefficients)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ._cache import remembered
 from ._text import check_number, nearest
 from .distributed import gather_statistics, sum_over_ranks
 from .engine import Moments, Rows, rows_of_runs, run_ends
-from .indexed import add_up, take
+from .indexed import add_up, sum_runs, take
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -216,9 +217,11 @@ class Plan:
 
     def sum(self, t: Tensor) -> Tensor:  # [B, G] or [N, G], of this process alone
         n = t.shape[0]
+        one = self.pool.over_batch and self.segments.index is None
         if self.counts:
-            return self._sum_batch(add_up(t, _group_of(self.counts, t.device), self.groups, 1))
-        if self.pool.over_batch and self.segments.index is None:
+            found = sum_runs(t, self.counts, _group_of(self.counts, t.device), one)
+            return found if one else self._sum_batch(found)
+        if one:
             if self.groups == t.shape[1]:
                 return t.sum(0, keepdim=True)
             return t.reshape(n, self.groups, t.shape[1] // self.groups).sum((0, 2)).unsqueeze(0)
@@ -254,9 +257,11 @@ class Plan:
     def elements(self, moments: Moments) -> float | Tensor:
         """Elements in each statistic of this process: one number where all are alike, else ``[B, 1]`` or ``[B, G]``."""
         n = moments.mean.shape[0]
+        if isinstance(moments.size, Tensor) and (self.segments.index is None or not self.pool.over_batch):
+            each = _elements(self.rows.cuts, self.counts, moments.mean.device).to(moments.mean.dtype)
+            return each * n if self.pool.over_batch else each.expand(n, -1)
         if isinstance(moments.size, Tensor):
-            size = moments.size.to(moments.mean.dtype).expand(n, -1)
-            return self.sum(size)
+            return self.sum(moments.size.to(moments.mean.dtype).expand(n, -1))
         a_sample = moments.size * (self.rows.number // self.groups)
         if not self.pool.over_batch:
             return a_sample
@@ -375,6 +380,13 @@ def _rows_a_group(pool: Pool, rows: Rows) -> tuple[int, ...]:
     ends = run_ends(whole, pool.tracked(rows.channels))
     place = [rows.cuts.index(end) + 1 for end in ends]
     return tuple(b - a for a, b in zip((0, *place[:-1]), place, strict=True))
+
+
+@remembered
+def _elements(cuts: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:  # [1, G]
+    """How many elements of a sample each group has."""
+    last = [cuts[k - 1] for k in accumulate(counts)]
+    return torch.tensor([[b - a for a, b in zip((0, *last[:-1]), last, strict=True)]], device=device)
 
 
 @remembered

@@ -236,15 +236,24 @@ def fold(planes, out, at, R, BR: tl.constexpr):
 
 
 @triton.jit
+def _count(counts, count, b, g, ok, counts_b, counts_g, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements of each statistic of a segment."""
+    own = tl.zeros((BLOCK,), tl.float32) + count
+    if EACH:
+        own = tl.load(counts + b * counts_b + g * counts_g, mask=ok, other=1.0).to(tl.float32)
+    return own
+
+
+@triton.jit
 def move(
-    seen_mean, seen_var, counts, mean, var, batches, momentum, count, segments, G,
+    seen_mean, seen_var, counts, mean, var, batches, momentum, count, segments, G, counts_b, counts_g,
     EACH: tl.constexpr, AVERAGE: tl.constexpr, TOTAL: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move running statistics ``[G]`` towards a batch's, ``[segments, G]``: the average of its ghost batches.
 
-    A ghost batch has ``count`` elements a statistic, or EACH its own. AVERAGE: all batches count alike, ``momentum``
-    does not. TOTAL: the biased variance, with that between the ghost batches and the drift of the mean. LAST: the batch
-    is counted. One program, which reads how many there were before it counts.
+    Statistics are of ``count`` elements, or EACH of its own number. AVERAGE: all batches count alike, ``momentum`` does
+    not. TOTAL: the biased variance, with that between the ghost batches and the drift of the mean. LAST: the batch is
+    counted. One program, which reads how many there were before it counts.
     """
     before = tl.load(batches)
     share = momentum
@@ -256,28 +265,23 @@ def move(
         first = tl.load(seen_mean + g, mask=ok, other=0.0)
         shift = tl.zeros((BLOCK,), tl.float32)
         new_var = tl.zeros((BLOCK,), tl.float32)
-        number = tl.sum(shift, 0)
+        number = tl.zeros((BLOCK,), tl.float32)
         for b in range(segments):
-            own = count
-            if EACH:
-                own = tl.load(counts + b).to(tl.float32)
+            own = _count(counts, count, b, g, ok, counts_b, counts_g, EACH, BLOCK)
             v = tl.load(seen_var + b * G + g, mask=ok, other=0.0)
             if not TOTAL:
                 v *= own / tl.maximum(own - 1.0, 1.0)
             shift += own * (tl.load(seen_mean + b * G + g, mask=ok, other=0.0) - first)
             new_var += own * v
             number += own
-        off = shift / number
-        new_mean = first + off
+        new_mean = first + shift / number
         new_var = new_var / number
         old_mean = tl.load(mean + g, mask=ok, other=0.0)
         old_var = tl.load(var + g, mask=ok, other=0.0)
         if TOTAL:
             apart = tl.zeros((BLOCK,), tl.float32)
             for b in range(segments):
-                own = count
-                if EACH:
-                    own = tl.load(counts + b).to(tl.float32)
+                own = _count(counts, count, b, g, ok, counts_b, counts_g, EACH, BLOCK)
                 d = tl.load(seen_mean + b * G + g, mask=ok, other=0.0) - new_mean
                 apart += own * d * d
             drift = new_mean - old_mean

@@ -464,7 +464,7 @@ class Norm(nn.Module):
                 rule = PredictedOfPools(of_pools, rows, self.key_size)
             tensors = (*tensors, *self._predicting(weight, bias, x))
             weight = bias = None
-        moves = live_batch and kernels_serve(x, rows) and not running.in_backward()
+        moves = live_batch and kernels_serve(x) and not running.in_backward()
         update = self._update_in_kernel(segments) if moves else None
         y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
         if seen is MOVED:
@@ -649,7 +649,7 @@ class Norm(nn.Module):
             branch, count = s.branch, pooled.count
             plain = mean.dtype == var.dtype == pooled.mean.dtype == pooled.var.dtype == torch.float32
             each = isinstance(count, Tensor)
-            known = not each or count.shape == (pooled.mean.shape[0], 1)
+            known = not each or count.shape in (pooled.mean.shape, (pooled.mean.shape[0], 1))
             if not plain or isinstance(branch, Tensor) or how == "deviation" or not known:
                 return False
             if self.branches is not None:
