@@ -65,6 +65,7 @@ LISTED = [
     "ghost",
     "sparse_switchable",
     "auxiliary_by_sample",
+    "batch_group_uneven",
     "own_rule",
     "group_switchable",
     "kalman",

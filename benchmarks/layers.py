@@ -85,6 +85,19 @@ def naive_batch_group(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
     return _affine(_standard(x.reshape(n, groups, -1), (0, 2)).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
 
 
+def naive_uneven(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    flat, groups = x.reshape(x.shape[0], -1), m.statistics.pools[0].groups  # type: ignore[union-attr, index]
+    runs = torch.tensor_split(torch.arange(flat.shape[1], device=x.device), groups)
+    sizes = torch.tensor([len(run) for run in runs], device=x.device)
+    of_each = torch.repeat_interleave(torch.arange(groups, device=x.device), sizes)
+    count, zero = sizes * flat.shape[0], flat.new_zeros(groups)
+    mean = zero.index_add(0, of_each, flat.sum(0)) / count
+    apart = flat - mean[of_each]
+    var = zero.index_add(0, of_each, apart.square().sum(0)) / count
+    y = apart / torch.sqrt(var + 1e-5)[of_each]
+    return _affine(y.reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
+
+
 def naive_ghost(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
     n, c, h, w = x.shape
     return _affine(_standard(x.reshape(n // 4, 4, c, h, w), (1, 3, 4)).reshape(x.shape), m.weight, m.bias)  # type: ignore[arg-type]
@@ -244,6 +257,7 @@ CASES = [
         _nothing,
         naive_batch_group,
     ),
+    Case("batch_group_uneven", lambda c: normlab.BatchGroupNorm2d(c, 500), _nothing, naive_uneven),
     Case("ghost", lambda c: normlab.BatchNorm2d(c, ghost=4), _nothing, naive_ghost),
     Case("switchable", lambda c: normlab.SwitchNorm2d(c), _nothing, naive_switch),
     Case("sparse_switchable", _sparse, _nothing, naive_sparse),

@@ -261,11 +261,24 @@ def normalize(
     rows = Rows(x.shape[1]) if rows is None else rows
     if must_trace(x):
         return plain(x, rule, rows, weight, bias, *tensors)
+    if rows.cuts and (layout := _channels_last(x)) is not None and kernels_serve(x):
+        # Rows that are cut anywhere are read in a row: copied once here, and not by each pass.
+        given = _Contiguous.apply(x, layout)
+        y, seen = normalize(given, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
+        return y.contiguous(memory_format=layout), seen
     if (done := _at_once(x, rule, tensors, weight, bias, rows, update)) is not None:
         return done
     box: list[Any] = []
     y = _Normalize.apply(x, rule, rows, box, weight, bias, *tensors)
     return y, box[0]
+
+
+def _channels_last(x: Tensor) -> torch.memory_format | None:
+    """Its layout, where that is one of these and not also the contiguous one."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if layout is None or x.is_contiguous() or not x.is_contiguous(memory_format=layout):
+        return None
+    return layout
 
 
 def _at_once(
@@ -454,6 +467,7 @@ class _Normalize(torch.autograd.Function):
             dx, *rest = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, tensors)
             return (dx, None, None, None, *rest)
         rows, needs = ctx.rows, ctx.needs_input_grad
+        dy = dy.contiguous() if rows.cuts else dy
         passes, standard = _passes(x), ctx.standard.detached()
         found = passes.gradients(dy, x, rows, standard, weight, bias, (needs[4], needs[5]))
         if ctx.closed:
@@ -529,6 +543,19 @@ def differentiate(
     wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=record, allow_unused=True))
     return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
+
+
+class _Contiguous(torch.autograd.Function):
+    """A contiguous copy, whose gradient comes back in the layout of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: torch.memory_format) -> Tensor:
+        ctx.layout = layout
+        return x.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return dy if wants_plain(dy) else dy.contiguous(memory_format=ctx.layout), None
 
 
 class _SliceMoments(torch.autograd.Function):
