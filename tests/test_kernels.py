@@ -799,7 +799,8 @@ def test_running_statistics_of_own_rules_move_in_the_kernel():
     statistics = Fails("rs-")
     layer = normlab.Norm2d(5, Own("both", "batch", "layer"), branches=("one", "two", "three")).to(DEVICE)
     plain = normlab.Norm2d(6, statistics, momentum=0.3).to(DEVICE)
-    for made, channels, branch in ((layer, 5, "two"), (plain, 6, None)):
+    cases: Any = ((layer, 5, "two"), (plain, 6, None))
+    for made, channels, branch in cases:
         other = deepcopy(made)
         given = {} if branch is None else {"branch": branch}
         for k in range(3):
@@ -906,7 +907,7 @@ def test_an_own_rule_runs_again(reentrant: bool):
             wanted = torch.autograd.grad(other(x), (x, *other.parameters()), dy)
         assert x.grad is not None
         for g, w in zip((x.grad, *(p.grad for p in layer.parameters())), wanted, strict=True):
-            assert torch.equal(g, w), k
+            assert g is not None and torch.equal(g, w), k
         x.grad = None
         layer.zero_grad()
         for (_, a), b in zip(layer.named_buffers(), other.buffers(), strict=True):
@@ -919,10 +920,10 @@ def test_an_own_rule_under_autocast_and_in_sixteen_bits():
     with normlab.backend("triton"):
         exact = layer(x)
         with torch.autocast(DEVICE, torch.bfloat16):
-            for _ in range(2):
-                y = layer(x.bfloat16())
-        assert y.dtype == torch.bfloat16
-        assert_close(y.float(), exact, rtol=5e-2, atol=5e-2)
+            both = [layer(x.bfloat16()) for _ in range(2)]
+        for y in both:
+            assert y.dtype == torch.bfloat16
+            assert_close(y.float(), exact, rtol=5e-2, atol=5e-2)
         halves = deepcopy(layer).bfloat16()
         a = x.bfloat16().requires_grad_()
         found = torch.autograd.grad(halves(a), (a, *halves.parameters()), torch.ones_like(a))
@@ -940,8 +941,49 @@ def test_own_rules_give_the_same_bits_on_either_host():
                 a = x.clone().requires_grad_()
                 y = layer(a)
                 step = (y, *torch.autograd.grad(y, (a, *layer.parameters()), dy), *layer.buffers())
-        found.append([t.clone() for t in step])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+                found.append([t.clone() for t in step])
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_own_rules_of_tensors_that_begin_anywhere():
+    """Kernels are compiled for addresses that are multiples of 16, and for those that are not."""
+    shape = (4, 6, 4, 4)
+
+    def anywhere(t: Tensor) -> Tensor:
+        return torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape)
+
+    layer = normlab.Norm2d(6, Shaped("rse"), act="relu").to(DEVICE)
+    x, dy, residual = (torch.randn(shape, device=DEVICE) for _ in range(3))
+    with normlab.backend("triton"), normlab.no_update(layer):
+        found = []
+        for moved in (set(), {0}, {1}, {2}, {0, 1, 2}, set()):
+            a, b, c = (anywhere(t) if k in moved else t.clone() for k, t in enumerate((x, dy, residual)))
+            a.requires_grad_()
+            c.requires_grad_()
+            y = layer(a, residual=c)
+            found.append((y, *torch.autograd.grad(y, (a, c, *layer.parameters()), b)))
+    for step in found[1:]:
+        assert all(torch.equal(t, first) for t, first in zip(step, found[0], strict=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_own_rules_without_a_graph(mode: Any):
+    seen = []
+
+    class Looks(Shaped):
+        def combine(self, statistics: Any, *tensors: Tensor, eps: float) -> normlab.Coefficients:
+            seen.extend(t.requires_grad for pair in statistics for t in pair)
+            return super().combine(statistics, *tensors, eps=eps)
+
+    layer = normlab.Norm2d(6, Looks("rse")).to(DEVICE)
+    exact = deepcopy(layer).double()
+    x = torch.randn(4, 6, 4, 4, device=DEVICE)
+    with normlab.backend("triton"), mode():
+        for training in (True, True, False, False):
+            y = layer.train(training)(x)
+            assert not any(seen)
+            assert_close(y, exact.train(training)(x.double()), **SAME, check_dtype=False)
 
 
 def test_own_coefficients_that_do_not_fit_get_a_sentence():

@@ -98,13 +98,13 @@ class Steps:
 
     def way(
         self, x: Tensor, standard: Coefficients, weight: Tensor | None, bias: Tensor | None,
-        moving: Sequence[Tensor], residual: Tensor | None,
+        moving: Sequence[Tensor], residual: Tensor | None,  # laid out as x is
     ) -> Way:  # fmt: skip
         """Launches for coefficients and parameters of these shapes, types and places."""
         parts: list[Any] = [_about(t) for t in (*standard, weight, bias)]
         parts += [t.data_ptr() & 15 for t in moving]
         if residual is not None:
-            parts.append(residual.dtype)
+            parts += [residual.dtype, residual.data_ptr() & 15]
         key = tuple(parts)
         found = self._ways.get(key)
         if found is None:
@@ -235,9 +235,74 @@ def run(
     tensors: tuple[Tensor, ...],
 ) -> tuple[Tensor, Any]:
     """``y``, and what the rule saw."""
+    if not torch.is_grad_enabled():  # then a Function would not say that nothing needs a gradient
+        done = _forward(x, steps, rule, update, weight, bias, residual, tensors, None)
+        return done.y, done.seen
     box: list[Any] = []
     y = _Normalize.apply(x, steps, rule, update, box, weight, bias, residual, *tensors)
     return y, box[0]
+
+
+class _Done(NamedTuple):
+    """What a forward pass made."""
+
+    y: Tensor
+    seen: Any
+    way: Way
+    work: Tensor
+    standard: Coefficients
+    values: list[Tensor]  # means and variances of the pools, and what else the rule was given
+    others: tuple[Tensor, ...]
+
+
+def _forward(
+    x: Tensor,
+    steps: Steps,
+    rule: PooledRule,
+    update: Update | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tensors: tuple[Tensor, ...],
+    needs: Sequence[bool] | None,  # of x and of each of the tensors, where the rule is recorded
+) -> _Done:
+    kind, shape = steps.kind, steps.shape
+    made: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+    rows = shape.rows
+    work = torch.empty(5 * rows, **made)
+    parted = torch.empty(steps.parted, **made) if steps.parted else work
+    values: list[Tensor] = []
+    for size, p in zip(steps.pooled, kind.pools, strict=True):
+        if p.own:
+            values += [work.as_strided(size, (shape.width, 1), at) for at in (3 * rows, 4 * rows)]
+        else:
+            values += [torch.empty(size, **made), torch.empty(size, **made)]
+    if steps.moments is not None:
+        steps.moments((x, work, parted, *values), ())
+    others = tensors
+    if needs is not None:
+        for v in values:
+            v.requires_grad_(needs[0])
+        others = tuple([t.detach().requires_grad_(n) for t, n in zip(tensors, needs[1:], strict=True)])
+    with torch.set_grad_enabled(needs is not None):
+        combined = rule.combine(values, [t.float() for t in others], torch.float32)
+        standard, instead = both(combined)
+    moving: tuple[Tensor, ...] = ()
+    numbers = (LEAK, 0.0, 0.0)
+    if update is None:
+        pairs = zip(values[::2], values[1::2], steps.counts, strict=True)
+        seen = rule.seen([Pooled(*pair) for pair in pairs], instead)
+    else:
+        seen = MOVED
+        moved = values[2 * kind.tracked : 2 * kind.tracked + 2] if instead is None else instead
+        moving = (*moved, *update[:3])
+        numbers = (LEAK, float(update.momentum), steps.bessel)
+    beside = None if residual is None else like(residual, x, shape.last)
+    way = steps.way(x, standard, weight, bias, moving, beside)
+    y = torch.empty_like(x)
+    given = (x, y, beside, work, *standard, weight, bias, *(moving or (None,) * 5))
+    way.apply(given, numbers)
+    return _Done(y, seen, way, work, standard, values, others)
 
 
 class _Normalize(torch.autograd.Function):
@@ -254,47 +319,15 @@ class _Normalize(torch.autograd.Function):
         residual: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        kind, shape, needs = steps.kind, steps.shape, ctx.needs_input_grad
-        made: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-        rows = shape.rows
-        work = torch.empty(5 * rows, **made)
-        parted = torch.empty(steps.parted, **made) if steps.parted else work
-        values: list[Tensor] = []
-        for size, p in zip(steps.pooled, kind.pools, strict=True):
-            if p.own:
-                values += [work.as_strided(size, (shape.width, 1), at) for at in (3 * rows, 4 * rows)]
-            else:
-                values += [torch.empty(size, **made), torch.empty(size, **made)]
-        if steps.moments is not None:
-            steps.moments((x, work, parted, *values), ())
-        record = any(needs)
-        others = tensors
-        if record:
-            for v in values:
-                v.requires_grad_(needs[0])
-            others = tuple([t.detach().requires_grad_(n) for t, n in zip(tensors, needs[8:], strict=True)])
-        with torch.set_grad_enabled(record):
-            combined = rule.combine(values, [t.float() for t in others], torch.float32)
-            standard, instead = both(combined)
-        moving: tuple[Tensor, ...] = ()
-        numbers = (LEAK, 0.0, 0.0)
-        if update is None:
-            pairs = zip(values[::2], values[1::2], steps.counts, strict=True)
-            box.append(rule.seen([Pooled(*pair) for pair in pairs], instead))
-        else:
-            box.append(MOVED)
-            moved = values[2 * kind.tracked : 2 * kind.tracked + 2] if instead is None else instead
-            moving = (*moved, *update[:3])
-            numbers = (LEAK, float(update.momentum), steps.bessel)
-        way = steps.way(x, standard, weight, bias, moving, residual)
-        y = torch.empty_like(x)
-        beside = None if residual is None else like(residual, x, shape.last)
-        given = (x, y, beside, work, *standard, weight, bias, *(moving or (None,) * 5))
-        way.apply(given, numbers)
-        if record:
-            ctx.rule, ctx.way, ctx.standard, ctx.values, ctx.others = rule, way, standard, values, others
-            ctx.save_for_backward(x, work, weight, bias, residual, *tensors)
-        return y
+        needs = ctx.needs_input_grad
+        recorded = (needs[0], *needs[8:]) if any(needs) else None
+        done = _forward(x, steps, rule, update, weight, bias, residual, tensors, recorded)
+        box.append(done.seen)
+        ctx.rule, ctx.way, ctx.standard, ctx.values, ctx.others = (
+            rule, done.way, done.standard, done.values, done.others
+        )  # fmt: skip
+        ctx.save_for_backward(x, done.work, weight, bias, residual, *tensors)
+        return done.y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
