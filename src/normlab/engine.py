@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from operator import index
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
@@ -269,7 +270,11 @@ def normalize(
     if (done := _at_once(x, rule, tensors, weight, bias, rows, update)) is not None:
         return done
     box: list[Any] = []
-    y = _Normalize.apply(x, rule, rows, box, weight, bias, *tensors)
+    given = (x, rule, rows, box, weight, bias, *tensors)
+    if torch.is_grad_enabled():
+        y = _Normalize.apply(*given)
+    else:  # a function of autograd's would not say that nothing needs a gradient
+        y = _Normalize.forward(SimpleNamespace(needs_input_grad=(False,) * len(given)), *given)
     return y, box[0]
 
 
