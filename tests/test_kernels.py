@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import reduce
 from operator import add
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -984,6 +986,95 @@ def test_own_rules_without_a_graph(mode: Any):
             y = layer.train(training)(x)
             assert not any(seen)
             assert_close(y, exact.train(training)(x.double()), **SAME, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["python", "compiled"])
+def test_own_rules_look_at_each_residual(name: str):
+    """Also after calls with one that fits."""
+    layer, x = normlab.Norm2d(6, Shaped("rs-")).to(DEVICE), torch.randn(4, 6, 3, 3, device=DEVICE)
+    with normlab.backend("triton", host=name):
+        for _ in range(2):
+            layer(x.half(), residual=x.half())
+        with pytest.raises(ValueError, match="residual of x's shape"):
+            layer(x.half(), residual=x[:1, :, :1, :1].half())
+        assert layer(x.half(), residual=x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "statistics",
+    [Shaped("rs-"), "batch", ("instance", "batch"), "modes(2)", "positional"],
+    ids=["own", "batch", "switchable", "modes", "positional"],
+)
+def test_a_weight_of_one_value_serves_all_channels(statistics: Any):
+    """Also after calls with one for each."""
+    layer = normlab.Norm2d(16, statistics).to(DEVICE)
+    x, dy = torch.randn(4, 16, 3, 3, device=DEVICE), torch.randn(4, 16, 3, 3, device=DEVICE)
+    with normlab.backend("triton", host="compiled"):
+        for _ in range(3):
+            layer(x)
+        layer.weight, layer.bias = (nn.Parameter(torch.full((1,), v, device=DEVICE)) for v in (1.5, 0.5))
+        exact = deepcopy(layer).double()
+        for _ in range(2):
+            close_to_exact(one_step(layer, x, dy), one_step(exact, x.double(), dy.double()))
+        layer.weight = nn.Parameter(torch.ones(3, device=DEVICE))
+        with pytest.raises(ValueError, match="the weight of Norm2d has 3 values and the layer 16 channels"):
+            layer(x)
+
+
+def test_own_rules_of_saved_tensors_laid_out_otherwise():
+    layer = normlab.Norm2d(8, Shaped("rse")).to(DEVICE)
+    layer.weight = nn.Parameter(torch.randn(16, device=DEVICE)[::2])
+    x, dy = (torch.randn(4, 8, 3, 3, device=DEVICE) for _ in range(2))
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    found = []
+
+    def pack(t: Tensor) -> Tensor:
+        return t.detach().clone(memory_format=torch.contiguous_format)
+
+    with normlab.backend("triton"), normlab.no_update(layer):
+        for hooks in (torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), nullcontext()):
+            with hooks:
+                y = layer(x)
+            found.append(torch.autograd.grad(y, (x, *layer.parameters()), dy))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_running_statistics_of_another_type_are_seen():
+    """Kernels are compiled for types, also for those of buffers."""
+    layer = normlab.Norm2d(8, Own("both", "batch", "layer"), affine=False).to(DEVICE)
+    x = torch.randn(4, 8, 3, 3, device=DEVICE).half()
+    with normlab.backend("triton"):
+        for _ in range(2):
+            layer(x)
+        exact = deepcopy(layer).double()
+        layer.half()
+        layer(x)
+        exact(x.double())
+    assert_close(layer.running_mean, exact.running_mean, rtol=2e-3, atol=2e-3, check_dtype=False)
+    assert_close(layer.running_var, exact.running_var, rtol=2e-3, atol=2e-3, check_dtype=False)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch's forward mode
+@pytest.mark.parametrize(
+    "statistics",
+    ["batch_group(4)", Shaped("rse"), ("layer", "group(2)")],
+    ids=["uneven", "own", "two of a kind"],
+)
+def test_transforms_do_not_meet_the_kernels(statistics: Any):
+    layer = normlab.Norm2d(6, statistics, track_running_stats=False).to(DEVICE)
+    x, tangent = (torch.randn(4, 6, 3, 3, device=DEVICE) for _ in range(2))
+
+    def forward_mode() -> Any:
+        with torch.no_grad(), forward_ad.dual_level():
+            return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent)))
+
+    found = []
+    for name in ("triton", "torch"):
+        with normlab.backend(name):
+            mapped = torch.func.vmap(layer)(torch.stack((x, 2 * x)))
+            found.append((*forward_mode(), mapped, *torch.func.jvp(layer, (x,), (tangent,))))
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, **SAME)
 
 
 def test_own_coefficients_that_do_not_fit_get_a_sentence():

@@ -25,11 +25,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._text import nearest
 
 __all__ = [
-    "backend", "chosen", "chosen_host", "kernels_serve", "one_launch", "out_of_sight", "rerun_in", "triton_is_forced",
+    "backend", "chosen", "chosen_host", "kernels_serve", "must_trace", "one_launch", "out_of_sight", "rerun_in",
+    "triton_is_forced",
 ]  # fmt: skip
 
 _NAMES = ("auto", "torch", "triton")
@@ -157,4 +159,15 @@ def kernels_serve(x: Tensor) -> bool:
     name = _chosen.get().name or _from_environment()
     if name == "torch" or x.dtype == torch.float64 or not x.numel():
         return False
-    return name == "triton" or (x.is_cuda and _has_triton())
+    return (name == "triton" and not x.is_meta) or (x.is_cuda and _has_triton())
+
+
+def must_trace(x: Tensor) -> bool:
+    """Whether the plain expression has to serve: a compiler, a transform or forward-mode differentiation looks on."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or type(x) not in (Tensor, torch.nn.Parameter)  # fake tensors have no values to look at
+        or 0 in x.shape[1:]  # an empty batch is not traced: synchronized ranks must run the same code
+    )

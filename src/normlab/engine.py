@@ -33,11 +33,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
-from torch.autograd import forward_ad
 
 from . import reference
 from ._cache import remembered
-from .backend import kernels_serve
+from .backend import kernels_serve, must_trace
 from .indexed import sum_runs, take
 
 __all__ = ["Coefficients", "Moments", "Rows", "Rule", "StyleMoments", "normalize", "slice_moments"]
@@ -334,16 +333,6 @@ def _passes(x: Tensor) -> Any:
 
         return passes
     return reference
-
-
-def must_trace(x: Tensor) -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or type(x) not in (Tensor, torch.nn.Parameter)  # fake tensors have no values to look at
-        or 0 in x.shape[1:]  # an empty batch is not traced: synchronized ranks must run the same code
-    )
 
 
 def wants_plain(dy: Tensor) -> bool:

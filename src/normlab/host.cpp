@@ -525,6 +525,7 @@ bool take(PyObject* const* args, const Entry& entry, Call& into) {
     if (!t.defined()) continue;
     if (t.device() != device || !(i == Residual ? t.sizes() == x.sizes() : i == X || t.is_contiguous())) return false;
     if (i == Label && (t.dim() != 1 || t.size(0) != x.size(0))) return false;
+    if ((i == Weight || i == Bias) && t.numel() != x.size(1)) return false;
     if (!cuda) continue;
     if (i == Residual && !lies_like(t, x, entry.last)) continue;  // it is copied, and the copy is aligned
     uint64_t address = reinterpret_cast<uint64_t>(t.const_data_ptr());

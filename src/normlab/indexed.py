@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backend import kernels_serve
+from .backend import kernels_serve, must_trace
 
 __all__ = ["add_up", "sum_runs", "take"]
 
@@ -33,7 +33,7 @@ def sum_runs(t: Tensor, counts: tuple[int, ...], index: Tensor, batch: bool = Fa
 
     ``index [R]`` says the same as ``counts``: the run of each column.
     """
-    if kernels_serve(t):
+    if kernels_serve(t) and not must_trace(t):
         from . import passes  # imports triton
 
         if passes.sums_runs(t):

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .engine import differentiate, must_trace, wants_plain
+from .backend import must_trace
+from .engine import differentiate, wants_plain
 from .reference import at_least_single, like_affine
 
 __all__ = ["OfPositions", "normalize_positions", "plain_positions"]

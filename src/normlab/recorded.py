@@ -102,13 +102,19 @@ class Steps:
     ) -> Way:  # fmt: skip
         """Launches for coefficients and parameters of these shapes, types and places."""
         parts: list[Any] = [_about(t) for t in (*standard, weight, bias)]
-        parts += [t.data_ptr() & 15 for t in moving]
+        parts += [(t.dtype, t.device, t.data_ptr() & 15) for t in moving]
         if residual is not None:
             parts += [residual.dtype, residual.data_ptr() & 15]
         key = tuple(parts)
         found = self._ways.get(key)
         if found is None:
             check_coefficients(x, Rows(self.shape.c), standard, weight, bias)
+            for t in moving:
+                if t.device != x.device:
+                    raise ValueError(
+                        f"the input is on {x.device} and running statistics on {t.device}; call "
+                        f"layer.to({str(x.device)!r})"
+                    )
             if len(self._ways) >= 64:
                 self._ways.clear()
             found = self._ways[key] = Way(self, standard, weight, bias)
@@ -339,10 +345,12 @@ class _Normalize(torch.autograd.Function):
             dx, *rest = _differentiate_again(ctx.rule, way.steps.kind, values, wanted, dy)
             return (dx, None, None, None, None, *rest)
         kind, shape = way.steps.kind, way.steps.shape
+        # Hooks of saved tensors may have laid them out otherwise, or put them elsewhere.
         x = laid(x, shape.last)
-        dy = like(dy, x, shape.last)
-        if x.is_cuda and dy.data_ptr() & 15:
-            dy = dy.clone(memory_format=torch.preserve_format)
+        dy = _aligned(like(dy, x, shape.last))
+        x = _aligned(x) if kind.aligned else x
+        work = _aligned(work.contiguous())
+        weight = None if weight is None else _aligned(weight.contiguous())
         made: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
         back = torch.empty(6 * shape.rows, **made)
         parted = torch.empty(way.steps.parted, **made) if way.steps.parted else back
@@ -356,7 +364,7 @@ class _Normalize(torch.autograd.Function):
             d_weight, d_bias = (torch.empty(t.shape, dtype=t.dtype, device=x.device) for t in (weight, bias))
         # A residual's gradient is that before the activation; without one, dy itself.
         inner = torch.empty_like(x) if kind.residual and kind.act else None
-        beside = None if residual is None else like(residual, x, shape.last)
+        beside = None if residual is None else _aligned(like(residual, x, shape.last))
         _, scale, shift = ctx.standard
         given = (dy, x, beside, inner, back, work, parted, scale, shift, weight, *slopes, d_weight, d_bias)
         way.sums(recorded)(given, (LEAK,))
@@ -378,6 +386,11 @@ class _Normalize(torch.autograd.Function):
         if kind.residual and needs[7]:
             d_residual = dy if inner is None else inner
         return (dx, None, None, None, None, d_weight, d_bias, d_residual, *of_tensors)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """``t`` at an address that kernels are compiled for."""
+    return t.clone(memory_format=torch.preserve_format) if t.is_cuda and t.data_ptr() & 15 else t
 
 
 def _through_rule(

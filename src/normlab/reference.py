@@ -330,6 +330,7 @@ def _linear_rows(view: Tensor, slope: Tensor, offset: Tensor) -> Tensor:  # [n, 
 
 def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
     """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``."""
+    center = at_least_single(center)
     dtype = center.dtype
     n = x.shape[0]
     if not x.numel():

@@ -288,5 +288,6 @@ def move(
             new_var += apart / number + (1.0 - share) * drift * drift
         tl.store(mean + g, old_mean + share * (new_mean - old_mean), mask=ok)
         tl.store(var + g, old_var + share * (new_var - old_var), mask=ok)
+    tl.debug_barrier()  # all have read
     if LAST:
         tl.store(batches, before + 1)

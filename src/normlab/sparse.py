@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import kernels_serve
-from .engine import differentiate, must_trace, wants_plain
+from .backend import kernels_serve, must_trace
+from .engine import differentiate, wants_plain
 
 __all__ = ["sparsemax", "sparsest_logits", "sparsestmax"]
 

@@ -25,8 +25,8 @@ from ..affine import (
     select,
     select_branch,
 )
-from ..backend import chosen, kernels_serve, out_of_sight, rerun_in
-from ..engine import MOVED, StyleMoments, Update, must_trace, normalize, slice_moments
+from ..backend import chosen, kernels_serve, must_trace, out_of_sight, rerun_in
+from ..engine import MOVED, StyleMoments, Update, normalize, slice_moments
 from ..pools import POOLS, Plan, Pool, Pooled, Segments, make_segments, parse_pool, rows_for
 from ..positional import normalize_positions
 from ..rules import Kalman, Mixture, Modes, Positional, Renorm, Single, Sources, Statistics
@@ -595,6 +595,15 @@ class Norm(nn.Module):
                 f"the {gone} of {type(self).__name__} is None, and its affine map needs both weight and bias; fill it "
                 f"with {'ones' if weight is None else 'zeros'} instead, or make the layer without an affine map"
             )
+        c = self.num_features
+        if weight.numel() != c or bias.numel() != c:
+            for name, t in (("weight", weight), ("bias", bias)):
+                if t.numel() not in (1, c):
+                    raise ValueError(
+                        f"the {name} of {type(self).__name__} has {t.numel()} values and the layer {c} channels; give "
+                        f"it {c}, or one for all"
+                    )
+            weight, bias = weight.reshape(-1).expand(c), bias.reshape(-1).expand(c)
         return weight, bias
 
     def _style(self, style: Any, x: Tensor | None) -> StyleMoments:
@@ -648,6 +657,7 @@ class Norm(nn.Module):
             mean, var = (getattr(self, n) for n in names)
             branch, count = s.branch, pooled.count
             plain = mean.dtype == var.dtype == pooled.mean.dtype == pooled.var.dtype == torch.float32
+            plain = plain and mean.device == var.device == batches.device == pooled.mean.device
             each = isinstance(count, Tensor)
             known = not each or count.shape in (pooled.mean.shape, (pooled.mean.shape[0], 1))
             if not plain or isinstance(branch, Tensor) or how == "deviation" or not known:

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from .. import host, modes, passes, positions, recorded, running
 from ..activation import ACTIVATIONS, LEAK
 from ..affine import PredictedOfPools
-from ..backend import chosen, one_launch, triton_is_forced
-from ..engine import Coefficients, Moments, PooledRule, Rows, Rule, Update, must_trace
+from ..backend import chosen, must_trace, one_launch, triton_is_forced
+from ..engine import Coefficients, Moments, PooledRule, Rows, Rule, Update
 from ..fused import Affine, Given, batch_views, bounds_of, closed_call, run
 from ..launch import dense, shape_of
 from ..pools import Plan, Pooled, Segments
@@ -281,7 +281,7 @@ def _quick_native(ready: Ready, of: Norm) -> Quick | None:
             return None
         own: Any = layer._parameters
         weight, bias = own["weight"], own["bias"]
-        if (weight is None) != (bias is None):
+        if (weight is None) != (bias is None) or not (_fits(weight, x) and _fits(bias, x)):
             return None
         if name is not None:
             inner: Any = layer._modules
@@ -498,8 +498,10 @@ class ReadyRecorded:
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
                 return self._run(layer, x, weight, bias, residual, extra)
-        if weight is not None and bias is not None and weight.shape != bias.shape:
-            weight, bias = torch.broadcast_tensors(weight, bias)
+        if weight is not None and bias is not None:
+            same = weight.shape == bias.shape
+            both = (weight, bias) if same else torch.broadcast_tensors(weight, bias)
+            weight, bias = both[0].contiguous(), both[1].contiguous()
         rule = self._rule
         if not self.fixed or self._eps != layer.eps:
             rule, self._eps = self._rule_of(layer), layer.eps
@@ -540,11 +542,28 @@ class ReadyRecorded:
             if must_trace(x) or running.in_backward() or (self.update and layer.momentum is None):
                 return None
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-            if (weight is None) != (bias is None):
+            if (weight is None) != (bias is None) or not (_fits(weight, x) and _fits(bias, x)):
+                return None
+            if residual is not None and not _lies_beside(residual, x):
                 return None
             return self._run(layer, x, weight, bias, residual)
 
         return call
+
+
+def _fits(t: Tensor | None, x: Tensor) -> bool:
+    """Whether it has a value for each channel of ``x``."""
+    return t is None or t.numel() == x.shape[1]
+
+
+def _lies_beside(residual: Any, x: Tensor) -> bool:
+    """Whether a residual needs no more looking at: its sum with what is like ``x`` is like ``x``."""
+    return (
+        type(residual) in (Tensor, torch.nn.Parameter)
+        and residual.shape == x.shape
+        and residual.device == x.device
+        and torch.promote_types(x.dtype, residual.dtype) == x.dtype
+    )
 
 
 class _Corrected:
