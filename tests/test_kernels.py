@@ -965,8 +965,10 @@ def test_own_rules_of_tensors_that_begin_anywhere():
             c.requires_grad_()
             y = layer(a, residual=c)
             found.append((y, *torch.autograd.grad(y, (a, c, *layer.parameters()), b)))
-    for step in found[1:]:
-        assert all(torch.equal(t, first) for t, first in zip(step, found[0], strict=True))
+    assert all(torch.equal(t, first) for t, first in zip(found[-1], found[0], strict=True))
+    for step in found[1:]:  # in other tiles, so that sums are rounded otherwise
+        for t, first in zip(step, found[0], strict=True):
+            assert_close(t, first, **SAME)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
