@@ -827,8 +827,12 @@ def test_running_statistics_of_own_rules_move_in_the_kernel():
 @pytest.mark.parametrize("mean", [0.0, 1e4], ids=["mean-0", "mean-1e4"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
 @pytest.mark.parametrize("groups", [5, 64], ids=["few", "many"])
-def test_groups_that_are_cut_anywhere(groups: int, layout: torch.memory_format, mean: float):
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_groups_that_are_cut_anywhere(
+    name: str, groups: int, layout: torch.memory_format, mean: float, monkeypatch: pytest.MonkeyPatch
+):
     """Rows longer than a block and rows of a few elements; running statistics, gradients, the layout of ``y``."""
+    monkeypatch.setattr("normlab.reference._CHUNK", 10_000)  # a sample at a time
     layer = normlab.BatchGroupNorm2d(6, groups).to(DEVICE)
     with torch.no_grad():
         for p in layer.parameters():
@@ -836,7 +840,7 @@ def test_groups_that_are_cut_anywhere(groups: int, layout: torch.memory_format, 
     exact = deepcopy(layer).double()
     x, dy = (torch.randn(3, 6, 41, 33, device=DEVICE).contiguous(memory_format=layout) for _ in range(2))
     x = (x + mean).requires_grad_()
-    with normlab.backend("triton"):
+    with normlab.backend(name):
         y = layer(x)
         found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
     wide = x.detach().double().requires_grad_()

@@ -261,7 +261,7 @@ def normalize(
     rows = Rows(x.shape[1]) if rows is None else rows
     if must_trace(x):
         return plain(x, rule, rows, weight, bias, *tensors)
-    if rows.cuts and (layout := _channels_last(x)) is not None and kernels_serve(x):
+    if rows.cuts and (layout := _channels_last(x)) is not None:
         # Rows that are cut anywhere are read in a row: copied once here, and not by each pass.
         given = _Contiguous.apply(x, layout)
         y, seen = normalize(given, rule, tensors, weight=weight, bias=bias, rows=rows, update=update)
