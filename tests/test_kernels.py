@@ -1083,6 +1083,24 @@ def test_transforms_do_not_meet_the_kernels(statistics: Any):
         assert_close(a, b, **SAME)
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_own_coefficients_that_are_integers(name: str):
+    """They are numbers, and sums are not rounded to them."""
+
+    class Uncentred(Own):
+        def combine(self, statistics: Any, *tensors: Tensor, eps: float) -> normlab.Coefficients:
+            zero = torch.zeros(1, 1, dtype=torch.long, device=statistics[0][1].device)
+            return normlab.Coefficients(zero, torch.rsqrt(statistics[0][1] + eps))
+
+    layer = normlab.Norm2d(6, Uncentred("both", "batch")).to(DEVICE)
+    exact = deepcopy(layer).double()
+    x, dy = torch.randn(4, 6, 3, 3, device=DEVICE), torch.randn(4, 6, 3, 3, device=DEVICE)
+    with normlab.backend(name):
+        found = one_step(layer, x, dy)
+        close_to_exact(found, one_step(exact, x.double(), dy.double()))
+    assert_close(found["bias"], dy.sum((0, 2, 3)), **SAME)  # exact runs on torch's operators, too
+
+
 def test_own_coefficients_that_do_not_fit_get_a_sentence():
     class Wrong(Own):
         def combine(self, statistics: Any, *tensors: Tensor, eps: float) -> normlab.Coefficients:
