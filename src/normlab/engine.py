@@ -37,7 +37,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from . import reference
 from ._cache import remembered
 from .backend import kernels_serve, must_trace
-from .indexed import sum_runs, take
+from .indexed import run_of, sum_runs, take
 
 __all__ = ["Coefficients", "Moments", "Rows", "Rule", "StyleMoments", "normalize", "slice_moments"]
 
@@ -158,7 +158,12 @@ class Rows:
 
     def size(self, spatial: int, device: torch.device) -> int | Tensor:
         """Elements a row."""
-        return _lengths(self.cuts, device) if self.cuts else spatial // self.parts
+        return _sizes(self.cuts, device) if self.cuts else spatial // self.parts
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each row, where they are cut anywhere."""
+        return _lengths(self.cuts)
 
     def ends(self, device: torch.device) -> Tensor:
         """Where rows that are cut anywhere end."""
@@ -167,14 +172,13 @@ class Rows:
     def from_channels(self, t: Tensor, spatial: int) -> Tensor:
         """``[..., C]`` to ``[..., R]``: every row gets its channel's value."""
         if self.cuts:
-            return take(t, _channel_of(self.cuts, spatial, t.device), -1)
+            return take(t, run_of(_rows_a_channel(self.cuts, spatial), t.device), -1)
         return t if self.parts == 1 else t.repeat_interleave(self.parts, -1)
 
     def to_channels(self, t: Tensor, spatial: int) -> Tensor:
         """``[..., R]`` to ``[..., C]``: the sum over each channel's rows."""
         if self.cuts:
-            counts, index = _rows_a_channel(self.cuts, spatial), _channel_of(self.cuts, spatial, t.device)
-            found = sum_runs(t.reshape(-1, t.shape[-1]), counts, index)
+            found = sum_runs(t.reshape(-1, t.shape[-1]), _rows_a_channel(self.cuts, spatial))
             return found.reshape(*t.shape[:-1], self.channels)
         return t if self.parts == 1 else t.reshape(*t.shape[:-1], self.channels, self.parts).sum(-1)
 
@@ -206,9 +210,13 @@ def run_ends(whole: int, groups: int) -> tuple[int, ...]:
 
 
 @remembered
-def _lengths(cuts: tuple[int, ...], device: torch.device) -> Tensor:
-    starts = (0, *cuts[:-1])
-    return torch.tensor([e - s for s, e in zip(starts, cuts, strict=True)], device=device)
+def _lengths(cuts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(e - s for s, e in zip((0, *cuts[:-1]), cuts, strict=True))
+
+
+@remembered
+def _sizes(cuts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(_lengths(cuts), device=device)
 
 
 @remembered
@@ -221,11 +229,6 @@ def _ends(cuts: tuple[int, ...], device: torch.device) -> Tensor:
 def _rows_a_channel(cuts: tuple[int, ...], spatial: int) -> tuple[int, ...]:
     found = Counter((end - 1) // spatial for end in cuts)
     return tuple(found[c] for c in range(len(found)))
-
-
-@remembered
-def _channel_of(cuts: tuple[int, ...], spatial: int, device: torch.device) -> Tensor:
-    return torch.tensor([(end - 1) // spatial for end in cuts], device=device)
 
 
 def normalize(

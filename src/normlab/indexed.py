@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._cache import remembered
 from .backend import kernels_serve, must_trace
 
-__all__ = ["add_up", "sum_runs", "take"]
+__all__ = ["add_up", "run_of", "sum_runs", "take"]
 
 
 def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor:
@@ -28,17 +29,21 @@ def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor
     return zero.index_add(dim, index, t)
 
 
-def sum_runs(t: Tensor, counts: tuple[int, ...], index: Tensor, batch: bool = False) -> Tensor:
-    """``[N, R]`` to ``[N, G]``: sums over runs of ``counts`` columns; also over the rows with ``batch``, ``[1, G]``.
+@remembered
+def run_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which of runs of ``counts`` elements each element is in."""
+    each = torch.tensor(counts, device=device)
+    return torch.repeat_interleave(torch.arange(len(counts), device=device), each, output_size=sum(counts))
 
-    ``index [R]`` says the same as ``counts``: the run of each column.
-    """
+
+def sum_runs(t: Tensor, counts: tuple[int, ...], batch: bool = False) -> Tensor:
+    """``[N, R]`` to ``[N, G]``: sums over runs of ``counts`` columns; also over the rows with ``batch``, ``[1, G]``."""
     if kernels_serve(t) and not must_trace(t):
         from . import passes  # imports triton
 
         if passes.sums_runs(t):
             return passes.sum_runs(t, counts, batch)
-    return add_up(t.sum(0, keepdim=True) if batch else t, index, len(counts), 1)
+    return add_up(t.sum(0, keepdim=True) if batch else t, run_of(counts, t.device), len(counts), 1)
 
 
 def take(t: Tensor, index: Tensor | None, dim: int = 0) -> Tensor:

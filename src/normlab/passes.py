@@ -113,15 +113,9 @@ def _parted(x: Tensor, shape: Shape) -> Tensor:
 def _run_on_cuts(name: str, x: Tensor, rows: Rows, *given: Tensor) -> None:
     """A pass over rows that are cut anywhere, of what is contiguous."""
     n, r, whole = x.shape[0], rows.number, rows.cuts[-1]
-    longest = max(e - s for s, e in zip((0, *rows.cuts[:-1]), rows.cuts, strict=True))
-    block = min(power(longest), 1024)
+    block = min(power(max(rows.lengths)), 1024)
     ends, fixed = rows.ends(x.device), (r, whole, n * r, block)
     _run_on_rows(name, n * r, fixed, *given, ends, warps=1 if block <= 128 else 4)
-
-
-def _as(t: Tensor, x: Tensor) -> Tensor:
-    """``t`` in the layout of ``x``."""
-    return t if x.is_contiguous() else torch.empty_like(x).copy_(t)
 
 
 def moments(x: Tensor, rows: Rows) -> Tensor:
@@ -153,7 +147,7 @@ def apply(
         given = x.contiguous()
         y = torch.empty_like(given)
         _run_on_cuts("cut_apply", x, rows, given, y, _stacked(x, rows, *composed))
-        return _as(y, x)
+        return like(y, x, True)
     x, last = dense(x)
     n, r = x.shape[0], rows.number
     if n * r >= _MANY_ROWS:
@@ -348,7 +342,7 @@ def input_gradient(
         _run_on_cuts(
             "cut_gradient", x, rows, beside, given, dx, _stacked(x, rows, scale, slope, about, offset)
         )
-        return _as(dx, x)
+        return like(dx, x, True)
     x, last = dense(x)
     dy = x if dy is None else like(dy, x, last)  # with no scale it counts for nothing
     dx = torch.empty_like(x)

@@ -19,7 +19,7 @@ from ._cache import remembered
 from ._text import check_number, nearest
 from .distributed import gather_statistics, sum_over_ranks
 from .engine import Moments, Rows, rows_of_runs, run_ends
-from .indexed import add_up, sum_runs, take
+from .indexed import add_up, run_of, sum_runs, take
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -219,7 +219,7 @@ class Plan:
         n = t.shape[0]
         one = self.pool.over_batch and self.segments.index is None
         if self.counts:
-            found = sum_runs(t, self.counts, _group_of(self.counts, t.device), one)
+            found = sum_runs(t, self.counts, one)
             return found if one else self._sum_batch(found)
         if one:
             if self.groups == t.shape[1]:
@@ -250,7 +250,7 @@ class Plan:
         if p.shape[1] == 1 or p.shape[1] == self.rows.number:
             return p
         if self.counts:
-            return take(p, _group_of(self.counts, p.device), 1)
+            return take(p, run_of(self.counts, p.device), 1)
         rows = self.rows.number
         return p.unsqueeze(2).expand(-1, -1, rows // self.groups).reshape(p.shape[0], rows)
 
@@ -387,12 +387,6 @@ def _elements(cuts: tuple[int, ...], counts: tuple[int, ...], device: torch.devi
     """How many elements of a sample each group has."""
     last = [cuts[k - 1] for k in accumulate(counts)]
     return torch.tensor([[b - a for a, b in zip((0, *last[:-1]), last, strict=True)]], device=device)
-
-
-@remembered
-def _group_of(counts: tuple[int, ...], device: torch.device) -> Tensor:  # [R]
-    each = torch.tensor(counts, device=device)
-    return torch.repeat_interleave(torch.arange(len(counts), device=device), each, output_size=sum(counts))
 
 
 def rows_for(pools: tuple[Pool, ...], channels: int, spatial: int) -> Rows:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ._cache import remembered
-from .indexed import add_up, take
+from .indexed import add_up, run_of, take
 
 if TYPE_CHECKING:
     from .engine import Coefficients, Rows
@@ -83,32 +83,24 @@ def _of_last(t: Tensor, rows: Rows) -> Tensor:  # [N, parts, C] to [N, R]
 
 
 @remembered
-def _row_index(cuts: tuple[int, ...], device: torch.device) -> Tensor:  # [C * S]: the row of every element
-    starts = (0, *cuts[:-1])
-    lengths = torch.tensor([e - s for s, e in zip(starts, cuts, strict=True)], device=device)
-    return torch.repeat_interleave(torch.arange(len(cuts), device=device), lengths, output_size=cuts[-1])
-
-
-@remembered
-def _row_lengths(cuts: tuple[int, ...], samples: int) -> Tensor:  # [N, R]
-    starts = (0, *cuts[:-1])
-    return torch.tensor([[e - s for s, e in zip(starts, cuts, strict=True)]]).repeat(samples, 1)
+def _lengths(lengths: tuple[int, ...], samples: int) -> Tensor:  # [N, R]
+    return torch.tensor([lengths]).repeat(samples, 1)
 
 
 def _row_sums(flat: Tensor, rows: Rows) -> Tensor:  # [N, D] to [N, R]
-    return add_up(flat, _row_index(rows.cuts, flat.device), rows.number, 1)
+    return add_up(flat, run_of(rows.lengths, flat.device), rows.number, 1)
 
 
 def _sums_of_cuts(flat: Tensor, rows: Rows) -> Tensor:  # [N, D] to [N, R]
     """:func:`_row_sums` outside autograd, several times as fast on the CPU."""
     if flat.device.type != "cpu":
         return _row_sums(flat, rows)
-    lengths = _row_lengths(rows.cuts, flat.shape[0])
+    lengths = _lengths(rows.lengths, flat.shape[0])
     return torch.segment_reduce(flat, "sum", lengths=lengths, axis=1, unsafe=True)
 
 
 def _spread(t: Tensor, rows: Rows) -> Tensor:  # [n, R] or [n, 1] to [n, D]
-    return t if t.shape[-1] == 1 else take(t, _row_index(rows.cuts, t.device), -1)
+    return t if t.shape[-1] == 1 else take(t, run_of(rows.lengths, t.device), -1)
 
 
 def _like(t: Tensor, x: Tensor) -> Tensor:
@@ -187,7 +179,7 @@ def _moments_of_cuts(x: Tensor, rows: Rows) -> Tensor:
     whole, wide = rows.cuts[-1], widest(x.device)
     if x.device.type != "cpu" or wide != torch.float64:
         return torch.stack(plain_moments(x.to(wide), rows))
-    size = _row_lengths(rows.cuts, 1)
+    size = _lengths(rows.lengths, 1)
     first = _sums_of_cuts(x[:1].reshape(1, whole).to(wide), rows) / size
     about, found = _spread(first, rows), []
     for v in x.split(_step_of_cuts(x)):
@@ -292,7 +284,7 @@ def apply(
     coefficients = compose(standard, rows, prod(x.shape[2:]), weight, bias)
     center, scale, shift = coefficients
     product = center * scale
-    if rows.cuts and largest(product) > FAR:
+    if rows.cuts and (x.device.type != "cpu" or largest(product) > FAR):
         return _like(plain_apply(x.to(center.dtype), rows, coefficients), x)
     if rows.cuts:
         return _linear_of_cuts(x, rows, scale, -product if shift is None else shift - product)
