@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import normlab
 from _results import cpu, machine, read, write
-from normlab.sparse import sparsestmax
+from normlab.statistics.sparsestmax import sparsestmax
 
 SHAPES = [
     (8, 64, 112, 112),

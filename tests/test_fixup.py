@@ -14,8 +14,8 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 import normlab
 from normlab import fixup, fixup_parameters
-from normlab.fixup import Bias, Scale
-from normlab.plain import is_norm
+from normlab.model.description import is_norm
+from normlab.model.fixup import Bias, Scale
 
 X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normlab
 from cases import CASES, LEGAL, Case, assert_near, by_id, leaves, values, where, widen
+from normlab.statistics.plans import rows_for
 
 # Torch's own forward-mode differentiation imports a module that scripts.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -288,7 +289,7 @@ def test_what_is_kept_for_backward(case: Case, dtype: torch.dtype, last: bool):
     leaves(given)
     with _Alive() as alive:
         y = case.call(layer, x, given)
-    rows = normlab.pools.rows_for(layer.statistics.pools, case.channels, 72 * 70).number
+    rows = rows_for(layer.statistics.pools, case.channels, 72 * 70).number
     fixed = sum(t.numel() for t in values(layer).values()) * 8 * 4
     kept = alive.bytes(x, y)
     assert kept <= KEPT * case.copies * case.samples * rows * 8 + fixed, f"{kept} bytes are kept"

@@ -23,12 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import normlab
-from normlab import host, host_build
+from normlab.gpu.host import build as host_build
+from normlab.gpu.host import library as host
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from normlab import fused, sized, whole_kernels
-from normlab.launch import Launch
+from normlab.gpu import closed_family as fused
+from normlab.gpu import closed_family_launches as sized
+from normlab.gpu.kernels import closed_family as whole_kernels
+from normlab.gpu.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -386,7 +389,7 @@ def test_what_a_graph_holds_goes_with_it(compiled: None):
 
 def test_labels_are_read_at_each_call(compiled: None, monkeypatch: pytest.MonkeyPatch):
     """Of labels on a GPU the range is not looked at; here the same is pretended of labels on the CPU."""
-    from normlab.layers import base
+    from normlab.layers import norm as base
 
     monkeypatch.setattr(base, "plain_condition", lambda layer, condition, x: (condition, None))
     layer = normlab.ConditionalBatchNorm2d(4, 5, init_std=0.3).to(DEVICE)

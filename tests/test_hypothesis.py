@@ -22,7 +22,7 @@ from cases import (
     sparsestmax_of,
     values,
 )
-from normlab.sparse import sparsemax, sparsestmax
+from normlab.statistics.sparsestmax import sparsemax, sparsestmax
 
 CLASSES = 3
 quick = settings(deadline=None, max_examples=60, derandomize=True)

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 import normlab
 from cases import SPACES, Case, assert_near, by_id, sparsemax_of, sparsestmax_of
-from normlab import sparse
-from normlab.sparse import sparsemax, sparsestmax
+from normlab.statistics import sparsestmax as sparse
+from normlab.statistics.sparsestmax import sparsemax, sparsestmax
 
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}

@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import normlab
 from cases import CASES, Case, leaves
-from normlab.sparse import sparsest_logits, sparsestmax
+from normlab.statistics.pools import parse_pool
+from normlab.statistics.sparsestmax import sparsest_logits, sparsestmax
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -208,7 +209,7 @@ def launches(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch):
     """Made before anything is captured: in a graph, a counter that is made there costs a kernel at every replay."""
-    from normlab import launch
+    from normlab.gpu import launch
 
     made, capturing, zeros = [], [False], torch.zeros
 
@@ -240,7 +241,7 @@ def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.Monke
 
 
 def test_the_number_of_launches_is_chosen_by_a_scope():
-    from normlab.backend import one_launch
+    from normlab.engine.backends import one_launch
 
     layer = normlab.SwitchNorm2d(4).to(DEVICE)
     x = torch.randn(2, 4, 3, 3, device=DEVICE)
@@ -333,7 +334,7 @@ def test_launches_of_single_passes_agree(launches: str, name: str):
 
 def torch_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU kernels run where they are forced, and what is forced is no operator of torch's."""
-    from normlab.layers import ready
+    from normlab.gpu import prepared_calls as ready
 
     monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: kind.batch_groups == kind.shape.c)
     monkeypatch.setattr(ready, "triton_is_forced", lambda: False)
@@ -345,7 +346,7 @@ def is_torchs(y: Tensor) -> bool:
 
 
 def test_what_is_forced_is_no_operator_of_torchs(monkeypatch: pytest.MonkeyPatch):
-    from normlab.layers import ready
+    from normlab.gpu import prepared_calls as ready
 
     monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: True)
     layer, x = normlab.BatchNorm2d(6).to(DEVICE), torch.randn(4, 6, 3, 3, device=DEVICE)
@@ -492,7 +493,7 @@ def in_another_thread(y: Tensor, dy: Tensor) -> None:
 @pytest.mark.parametrize("way", ["torch", "triton", "torch's operator"])
 def test_checkpointing_runs_again_what_a_scope_had_chosen(way: str, monkeypatch: pytest.MonkeyPatch):
     """Backward is outside of the scope, and the host path may have been built since."""
-    from normlab import host
+    from normlab.gpu.host import library as host
 
     layer = normlab.BatchNorm2d(6).to(DEVICE)
     twin, x, dy = deepcopy(layer), *torch.randn(2, 4, 6, 2, 3, device=DEVICE)
@@ -585,7 +586,7 @@ class Own(normlab.Statistics):
     """A rule that autograd differentiates, of any pools; ``uses`` says which of their statistics."""
 
     def __init__(self, uses: str, *pools: str) -> None:
-        self.uses, self.pools = uses, tuple(normlab.pools.parse_pool(p) for p in pools)
+        self.uses, self.pools = uses, tuple(parse_pool(p) for p in pools)
 
     def combine(self, statistics: Any, *tensors: Tensor, eps: float) -> normlab.Coefficients:
         one = statistics[0][0].new_ones(1, 1)
@@ -627,7 +628,7 @@ def test_own_rules(given: tuple[str, ...], affine: str):
 
 
 def test_an_own_rule_of_many_samples(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("normlab.passes._TALL", 3)
+    monkeypatch.setattr("normlab.gpu.passes._TALL", 3)
     test_own_rules(("shift", "batch", "layer"), "shared")
 
 
@@ -638,7 +639,7 @@ class Shaped(normlab.Statistics):
     ``u`` [1, R] that begins anywhere, ``d`` in double precision, ``c`` a constant, ``-`` none.
     """
 
-    pools = (normlab.pools.parse_pool("batch"), normlab.pools.parse_pool("group(2)"))
+    pools = (parse_pool("batch"), parse_pool("group(2)"))
 
     def __init__(self, shapes: str) -> None:
         self.shapes = shapes
@@ -698,7 +699,7 @@ def test_own_coefficients_of_any_shape(shapes: str, affine: str, act: str | None
 
 def is_recorded(y: Tensor) -> bool:
     """Whether the kernels around a rule of one's own made ``y``."""
-    from normlab import recorded
+    from normlab.gpu import recorded_rule as recorded
 
     return isinstance(y.grad_fn, recorded._Normalize._backward_cls)  # type: ignore[attr-defined]
 
@@ -832,7 +833,7 @@ def test_groups_that_are_cut_anywhere(
     name: str, groups: int, layout: torch.memory_format, mean: float, monkeypatch: pytest.MonkeyPatch
 ):
     """Rows longer than a block and rows of a few elements; running statistics, gradients, the layout of ``y``."""
-    monkeypatch.setattr("normlab.reference._CHUNK", 10_000)  # a sample at a time
+    monkeypatch.setattr("normlab.cpu.passes._CHUNK", 10_000)  # a sample at a time
     layer = normlab.BatchGroupNorm2d(6, groups).to(DEVICE)
     with torch.no_grad():
         for p in layer.parameters():
@@ -881,11 +882,11 @@ MOVED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MOVED)
 def test_running_statistics_that_a_kernel_of_its_own_moves(name: str, monkeypatch: pytest.MonkeyPatch):
-    from normlab import passes
+    from normlab.gpu import backend
 
     moved = []
-    really = passes.move
-    monkeypatch.setattr(passes, "move", lambda *given: (moved.append(given), really(*given)))
+    really = backend.move_running
+    monkeypatch.setattr(backend, "move_running", lambda *given: (moved.append(given), really(*given)))
     layer = MOVED[name]().to(DEVICE)
     other = deepcopy(layer)
     given = {"branch": "two"} if name == "of one branch" else {}
@@ -1226,12 +1227,12 @@ def close_to_exact(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
 @pytest.fixture
 def few_channels(monkeypatch: pytest.MonkeyPatch):
     """Programs of positional norm that look at few channels together, and several positions one after the other."""
-    from normlab import positions
+    from normlab.gpu import positional_norm as positions
 
     positions.prepare.cache_clear()
     monkeypatch.setattr(positions, "_WHOLE", dict.fromkeys((True, False), 16))
     monkeypatch.setattr(positions, "_PART", dict.fromkeys((True, False), positions.Tile(4, 16, 4)))
-    monkeypatch.setattr(positions, "_processors", lambda device: 1)
+    monkeypatch.setattr(positions, "processors_of", lambda device: 1)
     yield
     positions.prepare.cache_clear()
 
@@ -1239,11 +1240,11 @@ def few_channels(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch):
     """Programs of positional norm that take several small blocks of positions."""
-    from normlab import positions
+    from normlab.gpu import positional_norm as positions
 
     positions.prepare.cache_clear()
     monkeypatch.setattr(positions, "_tile", lambda *given: positions.Tile(4, 64, 4))
-    monkeypatch.setattr(positions, "_processors", lambda device: 1)
+    monkeypatch.setattr(positions, "processors_of", lambda device: 1)
     yield
     positions.prepare.cache_clear()
 
@@ -1476,7 +1477,7 @@ def test_ghost_batches(name: str, layout: torch.memory_format, training: bool):
     dy = torch.randn_like(x)
     with normlab.backend("triton", launches="several"):
         found = one_step(layer.train(training), x, dy, **given)
-    assert layer._ready and None not in layer._ready.values()
+    assert layer._known_calls and None not in layer._known_calls.values()
     close_to_exact(found, one_step(exact.train(training), x.double(), dy.double(), **given))
 
 
@@ -1495,7 +1496,7 @@ def test_ghost_batches_far_from_zero():
 @pytest.mark.parametrize("name", ["batch", "switchable", "renorm", "groups"])
 def test_launches_of_ghost_batches(name: str, monkeypatch: pytest.MonkeyPatch):
     """A launch a pass, the running statistics and the activation among them; no operators beside."""
-    from normlab import launch
+    from normlab.gpu import launch
 
     made: list[Any] = []
     call = launch.Launch.__call__
@@ -1515,7 +1516,8 @@ def test_launches_of_ghost_batches(name: str, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch):
     """Programs that look at eight samples together, so that few samples are several blocks of them."""
-    from normlab import modes, sized
+    from normlab.gpu import closed_family_launches as sized
+    from normlab.gpu import mode_norm as modes
 
     for module in (sized, modes):
         module.prepare.cache_clear()
@@ -1561,7 +1563,7 @@ def test_branches_of_samples_are_branches_apart(launches: str, name: str):
     dy = torch.randn_like(x)
     with normlab.backend("triton"):
         y = layer(x, branch=index)
-        assert [getattr(r, "each", False) for r in layer._ready.values()] == [True]
+        assert [getattr(r, "each", False) for r in layer._known_calls.values()] == [True]
         whole = torch.autograd.grad(y, (x, *layer.parameters()), dy)
         outputs = [apart(x[index == k], branch=b) for k, b in enumerate(apart.branches or ())]
         together = torch.cat(outputs)[torch.argsort(torch.argsort(index, stable=True))]
@@ -1622,7 +1624,7 @@ def test_modes(launches: str, number: int, layout: torch.memory_format, training
     exact.train(training)
     with normlab.backend("triton"):
         found = one_step(layer, x, dy)
-    assert layer._ready and None not in layer._ready.values()
+    assert layer._known_calls and None not in layer._known_calls.values()
     close_to_exact(found, one_step(exact, x.double(), dy.double()))
 
 
@@ -1644,7 +1646,7 @@ def test_modes_with_every_affine_map_and_activation(affine: str, act: str | None
     dy = torch.randn_like(x)
     with normlab.backend("triton"):
         found = one_step(layer, x, dy, **given)
-    assert layer._ready and None not in layer._ready.values()
+    assert layer._known_calls and None not in layer._known_calls.values()
     wide = {k: v.double() if t_is_leaf(v) else v for k, v in given.items()}
     close_to_exact(found, one_step(exact, x.double(), dy.double(), **wide))
 

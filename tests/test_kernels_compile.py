@@ -27,7 +27,8 @@ def compile_all() -> None:
     from triton.runtime import driver
 
     import normlab
-    from normlab.launch import Launch
+    from normlab.gpu.launch import Launch
+    from normlab.statistics.pools import parse_pool
 
     class NoDevice:
         def get_current_target(self) -> GPUTarget:
@@ -46,7 +47,7 @@ def compile_all() -> None:
         print(launch.kernel.__name__, launch.meet, len(made.asm["cubin"]) > 0)
 
     class Own(normlab.Statistics):
-        pools = tuple(normlab.pools.parse_pool(p) for p in ("batch", "layer"))
+        pools = tuple(parse_pool(p) for p in ("batch", "layer"))
 
         def combine(self, statistics: Any, *tensors: torch.Tensor, eps: float) -> normlab.Coefficients:
             (mean, var), (other, _) = statistics

@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import normlab
-from normlab.calibrate import averaging, estimate
 from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint, quick
 from normlab.lab import loop as loop_module
 from normlab.lab.loop import estimate_statistics, learning_rate
 from normlab.lab.recipes import Phase, Recipe, recipe
 from normlab.lab.recipes.classify import Classify
 from normlab.lab.seeds import generator
+from normlab.model.calibrate import averaging, estimate
 
 TINY = Settings(model="mlp", norm="batch", depth=2, width=8, epochs=3, batch_size=8, lr=0.05)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import normlab
-from normlab.fixup import Bias, Scale
 from normlab.lab.data import load, pixels
 from normlab.lab.errors import LabError
 from normlab.lab.models import NAMES, build
@@ -23,7 +22,9 @@ from normlab.lab.models.common import load_weights
 from normlab.lab.models.resnet import Block, PaddedShortcut, PreActBlock
 from normlab.lab.norms import NAMES as NORMS
 from normlab.lab.norms import NormSpec, parse_norm, parse_norms
-from normlab.plain import is_norm
+from normlab.model.description import is_norm
+from normlab.model.fixup import Bias, Scale
+from normlab.model.walk import walk
 
 
 def like(channels: int = 3, size: int = 32, classes: int = 10) -> Any:
@@ -57,7 +58,7 @@ def fits(model: str, norm: str) -> bool:
 def weights(model: nn.Module) -> list[Tensor]:
     """Of convolutions and linear layers outside of norm layers, in their order."""
     found = []
-    for _, module in normlab.surgery.walk(model):
+    for _, module in walk(model):
         if isinstance(module, nn.Conv2d | nn.Linear):
             direction = getattr(getattr(module, "parametrizations", None), "weight", None)
             found.append(module.weight if direction is None else direction.original1)

@@ -34,9 +34,9 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import normlab
 from normlab import TARGETS, convert, report, route, undo
-from normlab.keep import NEW, SAME, SAME_IN_EVALUATION
-from normlab.plain import is_norm
-from normlab.surgery import NormAct, convert_torch_batch_norm
+from normlab.model.convert import NormAct, convert_torch_batch_norm
+from normlab.model.description import is_norm
+from normlab.model.inheritance import NEW, SAME, SAME_IN_EVALUATION
 
 # Options that make a target from batch norm start out as the same function, and what that needs to be told.
 SAME_FUNCTION: dict[str, dict[str, Any]] = {

@@ -8,25 +8,10 @@ torch.Size([2, 64, 8, 8])
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .backend import backend
-from .calibrate import calibrate
-from .engine import (
-    Coefficients,
-    Moments,
-    StyleMoments,
-    normalize,
-)
-from .fixup import (
-    fixup,
-    fixup_parameters,
-)
-from .fold import (
-    fold,
-    merge_sandwich,
-)
-from .fuse import fuse
-from .host import build_host, host_status
-from .kalman import predict
+from .engine.backends import backend
+from .engine.contract import Coefficients, Moments, StyleMoments
+from .engine.normalize import normalize
+from .gpu.host.library import build_host, host_status
 from .layers import (
     AdaptiveInstanceNorm,
     AdaptiveInstanceNorm1d,
@@ -113,42 +98,25 @@ from .layers import (
     SwitchNorm2d,
     SwitchNorm3d,
 )
-from .pools import Pool
-from .routing import (
-    keep_route,
-    route,
-)
-from .rules import (
-    Kalman,
-    Mixture,
-    Modes,
-    Positional,
-    Renorm,
-    Single,
-    Statistics,
-)
-from .state import (
-    frozen,
-    guarded,
-    no_update,
-    with_batch_statistics,
-)
-from .surgery import (
-    TARGETS,
-    Report,
-    convert,
-    report,
-    undo,
-)
-from .switch import (
-    harden,
-    importance,
-    set_radius,
-)
-from .sync import (
-    sync,
-    unsync,
-)
+from .model.calibrate import calibrate
+from .model.convert import convert, undo
+from .model.fixup import fixup, fixup_parameters
+from .model.fold import fold, merge_sandwich
+from .model.fuse import fuse
+from .model.mixtures import harden, importance, set_radius
+from .model.report import Report, report
+from .model.routing import keep_route, route
+from .model.scopes import frozen, guarded, no_update, with_batch_statistics
+from .model.sync import sync, unsync
+from .model.targets import TARGETS
+from .statistics.base import Statistics
+from .statistics.kalman import Kalman, predict
+from .statistics.mixture import Mixture
+from .statistics.modes import Modes
+from .statistics.pools import Pool
+from .statistics.positional import Positional
+from .statistics.renorm import Renorm
+from .statistics.single import Single
 
 try:
     __version__ = version("normlab")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import normlab
 
-from .._text import nearest
+from ..engine.messages import nearest
 from ..layers import Norm
-from ..plain import Plain, is_norm, read
-from ..surgery import named
+from ..model.description import Plain, is_norm, read
+from ..model.walk import named
 from .attacks import as_found
 from .errors import LabError
 

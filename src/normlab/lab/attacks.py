@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..state import no_update
+from ..model.scopes import no_update
 from .errors import LabError
 from .seeds import draw
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._text import nearest
+from ..engine.messages import nearest
 from .errors import LabError
 from .readers import SOURCES, Images, Parts, Source, read_folder
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from .._text import check_model, nearest, words
-from ..routing import current
+from ..engine.messages import check_model, nearest, words
+from ..layers.conditions import current
 from .attacks import KINDS, Ball
 from .data import check_data
 from .errors import LabError, NotFinite, warn

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._text import nearest
+from ..engine.messages import nearest
 from . import settings as settings_
 from . import toml
 from .errors import LabError

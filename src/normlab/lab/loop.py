@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import calibrate, importance
-from .._text import check_model
-from ..backend import backend
-from ..calibrate import averaging, estimate
+from .. import importance
+from ..engine.backends import backend
+from ..engine.messages import check_model
+from ..engine.numerics import widest
 from ..layers import Norm
-from ..reference import widest
+from ..model.calibrate import averaging, calibrate, estimate
 from .data import check_data
 from .errors import LabError
 from .quick import Captured, Halves, fused

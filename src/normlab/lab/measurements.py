@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from .._text import nearest, words
+from ..engine.messages import nearest, words
 from .attacks import KINDS, Attack, Ball, Units, as_found, shown, standard_deviation
 from .data import augment, pixels, resize
 from .errors import LabError

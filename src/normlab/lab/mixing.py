@@ -15,13 +15,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .. import reference
-from .._text import nearest, words
-from ..activation import activate
-from ..engine import Coefficients, Moments, Rows, both, normalize
+from ..engine.coefficients import compose, unpack
+from ..engine.contract import Coefficients, Moments
+from ..engine.expression import plain_apply
+from ..engine.messages import nearest, words
+from ..engine.normalize import normalize
+from ..engine.rows import Rows
 from ..layers import Norm
-from ..routing import branch_index, current
-from ..rules import Positional
+from ..layers.affine_maps import collapsed
+from ..layers.conditions import branch_index, current
+from ..layers.running_state import check_run_shape, plans_of, sources_of
+from ..statistics.activation import activate
+from ..statistics.positional import Positional
 from .errors import LabError
 
 __all__ = ["branches_of", "mixed_branches", "pair_of"]
@@ -129,14 +134,14 @@ def _mixed(layer: Norm, places: Sequence[int], weight: float) -> Callable[..., T
 def _at_once(layer: Norm, x: Tensor, places: Sequence[int], weight: float) -> Tensor:
     """One pass over ``x`` with coefficients between those of the two branches."""
     spatial = prod(x.shape[2:])
-    rows, _, plans = layer._plans(x, spatial, places[0], False)
-    layer._check_run_shape(x, False)
-    rules = [layer.statistics.rule(layer._sources(plans, rows, p, False)) for p in places]
-    affine = [layer._affine(None, p, None, x) for p in places]
+    rows, _, plans = plans_of(layer, x, spatial, places[0], False)
+    check_run_shape(layer, x, False)
+    rules = [layer.statistics.rule(sources_of(layer, plans, rows, p, False)) for p in places]
+    affine = [collapsed(layer, None, p, None, x) for p in places]
 
     def rule(moments: Moments, *tensors: Tensor) -> Coefficients:
         found = [
-            reference.compose(both(r(moments, *tensors))[0], rows, spatial, w, b)
+            compose(unpack(r(moments, *tensors))[0], rows, spatial, w, b)
             for r, (w, b) in zip(rules, affine, strict=True)
         ]
         return _between(found[0], found[1], weight)
@@ -154,7 +159,7 @@ def _at_once(layer: Norm, x: Tensor, places: Sequence[int], weight: float) -> Te
 def _applied(x: Tensor, rows: Rows, found: Coefficients) -> Tensor:
     center, scale, shift = (None if t is None else t.expand(1, rows.number) for t in found)
     if rows.number != rows.channels or x.device.type == "mps":
-        return reference.plain_apply(x, rows, Coefficients(cast(Tensor, center), cast(Tensor, scale), shift))
+        return plain_apply(x, rows, Coefficients(cast(Tensor, center), cast(Tensor, scale), shift))
     center, scale = cast(Tensor, center)[0], cast(Tensor, scale)[0]
     one, bias = torch.ones_like(scale), None if shift is None else shift[0]
     # The operator itself: of the function torch 2.11 demands that eps be more than zero, in evaluation too.

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from .. import layers
-from .._text import nearest
-from ..pools import POOLS, largest_divisor
-from ..surgery import TARGETS, family
+from ..engine.messages import nearest
+from ..model.targets import TARGETS, family
+from ..statistics.pools import POOLS, largest_divisor
 from .errors import LabError
 
 __all__ = ["NAMES", "NormSpec", "parse_norm", "parse_norms"]

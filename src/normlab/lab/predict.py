@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..reference import widest
-from ..routing import route
+from ..engine.numerics import widest
+from ..model.routing import route
 from .attacks import Attack, as_found
 from .data import augment, pixels
 from .errors import LabError, NotFinite, warn

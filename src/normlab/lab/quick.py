@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import fuse, route
+from .. import route
 from ..layers import Norm
+from ..model.fuse import fuse
 from .recipes import Context
 
 __all__ = ["Captured", "Halves", "fused"]

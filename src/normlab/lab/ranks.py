@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..layers import Norm
-from ..sync import sync, unsync
+from ..model.sync import sync, unsync
 from .errors import LabError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .._text import nearest, words
+from ..engine.messages import nearest, words
 from .errors import LabError
 from .grid import Study, measurements_of, names_of
 from .report.view import cell

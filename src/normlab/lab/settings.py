@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .._text import nearest
+from ..engine.messages import nearest
 from . import toml
 from .errors import LabError
 

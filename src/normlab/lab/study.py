@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._text import words
+from ..engine.messages import words
 from .errors import LabError
 from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, names_of
 from .loop import Watcher, arithmetic, fit, load_weights

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._text import nearest
+from ..engine.messages import nearest
 from .attacks import shown
 from .errors import LabError
 

@@ -10,31 +10,18 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Proxy
 
-from .. import running
-from .._text import words
-from ..engine import StyleMoments
-from ..pools import Segments
-from ..routing import branch_index, current, label_index
-from ..rules import Single
+from ..engine.messages import words
+from ..statistics.plans import Segments
+from ..statistics.single import Single
 
 if TYPE_CHECKING:
-    from .base import Norm
+    from .norm import Norm
 
-__all__ = [
-    "as_node",
-    "check_branches",
-    "check_counts",
-    "check_input",
-    "check_residual",
-    "check_transform",
-    "conditions",
-    "first_condition",
-    "plain_condition",
-]
+__all__ = ["as_node", "check_branches", "check_counts", "check_input", "check_residual", "check_transform"]
+
 
 _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
 _SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
-_CONDITIONS = ("label", "branch", "style")
 
 
 def as_node(layer: Norm, x: Proxy, given: dict[str, Any]) -> Any:
@@ -133,89 +120,6 @@ def check_transform(layer: Norm, seen: Tensor, stored: Tensor) -> None:
             f"{type(layer).__name__} cannot move its running statistics inside a transform of torch.func; run it under "
             "'with normlab.no_update(model)', in evaluation mode, or with track_running_stats=False"
         )
-
-
-def first_condition(layer: Norm) -> str:
-    for name in _CONDITIONS:
-        if name in layer.wants:
-            return name
-    raise TypeError(
-        f"{type(layer).__name__} takes no label, branch or style; call it with x alone, or use a conditional or "
-        "separated normalizer"
-    )
-
-
-def plain_condition(layer: Norm, condition: Any, x: Tensor) -> tuple[Any, int | Tensor | None] | None:
-    """Label and branch, where the layer takes one of them and was given it in the form the engine takes; else None.
-
-    What :func:`conditions` would find, without its checks of every other form: layers are called often.
-    """
-    if len(layer.wants) != 1:
-        return None
-    (name,) = layer.wants
-    if condition is None:
-        condition = getattr(current(layer), name)
-    if name == "branch" and isinstance(condition, str):
-        assert layer.branches is not None
-        return (None, layer.branches.index(condition)) if condition in layer.branches else None
-    if name == "style" or not isinstance(condition, Tensor) or condition.dtype != torch.int64:
-        return None
-    # On a GPU the range is not looked at, which would wait for it.
-    ready = condition.is_cuda and condition.device == x.device and condition.shape == x.shape[:1]
-    if not ready:
-        return None
-    return (condition, None) if name == "label" else (None, condition)
-
-
-def conditions(layer: Norm, given: dict[str, Any], x: Tensor) -> tuple[Any, int | Tensor | None, Any]:
-    extra = [n for n, v in given.items() if v is not None and n not in layer.wants]
-    if extra:
-        raise TypeError(
-            f"{type(layer).__name__} takes no {words(extra)}; beside x it takes {words(sorted(layer.wants))}"
-        )
-    routed = current(layer)
-    found = {n: v if v is not None else getattr(routed, n) for n, v in given.items()}
-    for name in layer.wants:
-        if found[name] is None:
-            raise ValueError(
-                f"{type(layer).__name__} needs a {name}: call layer(x, {name}) or run the model inside "
-                f"'with normlab.route(model, {name}=...)'"
-                + (
-                    " (checkpointed blocks: pass context_fn=normlab.keep_route)"
-                    if running.in_backward()
-                    else ""
-                )
-            )
-    if "label" in layer.wants:
-        assert layer.num_classes is not None
-        found["label"] = _beside(x, label_index(found["label"], layer.num_classes, x.shape[0]))
-    if "branch" in layer.wants:
-        assert layer.branches is not None
-        found["branch"] = _beside(x, branch_index(found["branch"], layer.branches, x.shape[0]))
-    if "style" in layer.wants:
-        _check_style(layer, found["style"])
-    return found["label"], found["branch"], found["style"]
-
-
-def _check_style(layer: Norm, style: Any) -> None:
-    if isinstance(style, StyleMoments):
-        shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in style]
-        if shapes[0] != shapes[1] or shapes[0][1:] != [layer.num_features]:
-            raise ValueError(f"style moments must be [N, {layer.num_features}] each; got {words(shapes)}")
-        return
-    if not isinstance(style, Tensor):
-        raise TypeError(f"the style is features [N, C, *S] or StyleMoments; got {type(style).__name__}")
-    if not style.is_floating_point():
-        raise TypeError(f"the style is floating-point features; got {style.dtype}; call style.float() first")
-    if style.dim() < 3 or style.shape[1] != layer.num_features:
-        raise ValueError(
-            f"the style has shape {list(style.shape)}; expected features [N, {layer.num_features}, *S] of the same "
-            "layer as the content"
-        )
-
-
-def _beside(x: Tensor, index: int | Tensor) -> int | Tensor:
-    return index.to(x.device) if isinstance(index, Tensor) else index
 
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:

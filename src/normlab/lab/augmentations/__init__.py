@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from ..._text import nearest
+from ...engine.messages import nearest
 from ..errors import LabError
 from ..texts import split
 from .base import Augmentation, Augmented

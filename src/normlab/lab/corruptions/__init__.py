@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from ..._text import nearest
+from ...engine.messages import nearest
 from ..errors import LabError
 from ..seeds import generator
 from .blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..._text import nearest
+from ...engine.messages import nearest
 from ..errors import LabError
 from .constants import COMMON, EXTRA
 

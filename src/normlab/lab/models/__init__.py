@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..._text import nearest
-from ...surgery import convert
+from ...engine.messages import nearest
+from ...model.convert import convert
 from ..errors import LabError
 from ..norms import NormSpec, parse_norm
 from ..seeds import derive

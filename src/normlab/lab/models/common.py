@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ...surgery import walk
+from ...model.walk import walk
 from ..errors import LabError
 
 __all__ = ["INITS", "Classifier", "Sized", "Standardize", "initialise", "load_weights"]

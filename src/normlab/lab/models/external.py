@@ -11,10 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..._text import nearest, words
-from ...fixup import fixup
-from ...plain import is_norm
-from ...surgery import convert, named, report
+from ...engine.messages import nearest, words
+from ...model.convert import convert
+from ...model.description import is_norm
+from ...model.fixup import fixup
+from ...model.report import report
+from ...model.walk import named
 from ..errors import LabError
 from ..norms import NormSpec
 from .common import Sized, load_weights

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from ..._text import nearest
+from ...engine.messages import nearest
 from ..errors import LabError
 from ..norms import NormSpec
 from .common import Sized

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...fixup import fixup
+from ...model.fixup import fixup
 from ..errors import LabError
 from ..norms import NormSpec, parse_norm
 from .common import Sized

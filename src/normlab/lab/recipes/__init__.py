@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._text import nearest
+from ...engine.messages import nearest
 from ..errors import LabError
 
 if TYPE_CHECKING:

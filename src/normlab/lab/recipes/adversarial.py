@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..._text import nearest
-from ...calibrate import averaging
+from ...engine.messages import nearest
+from ...model.calibrate import averaging
 from ..attacks import KINDS, Attack
 from ..errors import LabError
 from ..predict import Score, counted, score_under

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import fixup_parameters, set_radius
-from ..._text import words
-from ...fixup import Bias, Scale
+from ...engine.messages import words
+from ...engine.numerics import widest
 from ...layers import SparseSwitchNorm
-from ...reference import widest
+from ...model.fixup import Bias, Scale
 from ..errors import LabError
 from ..mixing import branches_of
 from ..predict import among, check_logits

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..._text import nearest, words
-from ...routing import route
+from ...engine.messages import nearest, words
+from ...model.routing import route
 from ..attacks import KINDS, Attack
 from ..augmentations import AUGMENTATIONS
 from ..errors import LabError

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ..._text import words
+from ...engine.messages import words
 from ..errors import LabError
 from ..evaluate import Measurement
 from ..measurements import MEAN_ERROR, MEASUREMENTS, SCALARS, UCE, Scalar, conditions, mean_of, severity_words

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._text import words
+from ...engine.messages import words
 from ..results import plain
 from . import figures as draw
 from .gather import gather, words_of

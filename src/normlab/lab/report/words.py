@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from ..._text import words
+from ...engine.messages import words
 from .view import Cell, Column, View, gap
 
 __all__ = ["decimals", "near_words", "reading", "show", "signed"]

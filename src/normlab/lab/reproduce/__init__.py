@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..._text import nearest
+from ...engine.messages import nearest
 from ..errors import LabError
 from ..store import finite, write_atomic
 from ..study import versions

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._text import words
+from ...engine.messages import words
 from ..errors import LabError
 from ..loop import Watcher
 from ..report.view import Comparison, ComparisonRow
@@ -325,7 +325,7 @@ def check_only(ctx: Context, entry: str) -> None:
 
 
 def _checked(only: Mapping[str, str]) -> Mapping[str, str]:
-    from ..._text import nearest
+    from ...engine.messages import nearest
 
     for name in only:
         if name not in NAMES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import log2
 
-from ...._text import words
+from ....engine.messages import words
 from ...report.view import ComparisonRow
 from ..base import Context, Entry, Outcome, compared, save_figure
 from ..batch_sizes import CLEAN, Workers, base, by_norm, by_size, group_norm, group_words, run_sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....pools import parse_pool
+from ....statistics.pools import parse_pool
 from ...report.view import Comparison, ComparisonRow
 from ..base import Context, Entry, Outcome, compared, save_figure
 from ..batch_sizes import CLEAN, Workers, base, by_norm, by_size, group_norm, group_words, run_sizes

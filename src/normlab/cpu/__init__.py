@@ -1,0 +1,1 @@
+"""The passes in torch operators: on the CPU, and on every device that has no kernels."""

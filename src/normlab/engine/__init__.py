@@ -1,0 +1,1 @@
+"""The contract between moments, rules and coefficients, and ``normalize``. Knows no statistics and no device."""

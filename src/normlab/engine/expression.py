@@ -1,0 +1,119 @@
+"""The plain expression of a normalizer, in differentiable torch operators.
+
+Compilers trace it, and double backward differentiates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+
+from .coefficients import compose, unpack
+from .contract import Coefficients, Moments, Rule
+from .numerics import at_least_single
+from .rows import Rows, add_up, run_of, take
+
+__all__ = ["row_sums", "rows_view", "spread_to_elements"]
+
+
+def wants_plain(dy: Tensor) -> bool:
+    """Whether a backward pass is recorded (``create_graph``), or ``dy`` is several at once (``is_grads_batched``)."""
+    return torch.is_grad_enabled() or is_legacy_batchedtensor(dy) or is_functorch_wrapped_tensor(dy)
+
+
+def plain(
+    x: Tensor, rule: Rule, rows: Rows, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
+) -> tuple[Tensor, Any]:
+    """The normalizer as one differentiable expression: what compilers trace and double backward differentiates."""
+    spatial = prod(x.shape[2:])
+    moments = Moments(*plain_moments(x, rows), rows.size(spatial, x.device))
+    standard, seen = unpack(rule(moments, *(t.to(moments.mean.dtype) for t in tensors)))
+    coefficients = compose(standard, rows, spatial, weight, bias)
+    return plain_apply(x, rows, coefficients), seen
+
+
+def differentiate_plain(
+    rule: Rule,
+    rows: Rows,
+    needs: Sequence[bool],  # of x, weight, bias and each tensor
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tensors: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the plain expression: differentiated again, or taken for several ``dy`` at once."""
+
+    def expression(x: Tensor, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        return plain(x, rule, rows, weight, bias, *tensors)[0]
+
+    return differentiate(expression, (x, weight, bias, *tensors), needs, dy)
+
+
+def differentiate(
+    expression: Callable[..., Tensor], given: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``expression(*given)``, of what ``needs`` one; recorded where the backward pass is."""
+    record = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
+        views = [None if t is None else t.view_as(t) for t in given]
+        y = expression(*views)
+    wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=record, allow_unused=True))
+    return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
+
+
+def rows_view(x: Tensor, rows: Rows) -> Tensor:  # [N, R, s]
+    return x.reshape(x.shape[0], rows.number, prod(x.shape[2:]) // rows.parts)
+
+
+def row_sums(flat: Tensor, rows: Rows) -> Tensor:  # [N, D] to [N, R]
+    return add_up(flat, run_of(rows.lengths, flat.device), rows.number, 1)
+
+
+def spread_to_elements(t: Tensor, rows: Rows) -> Tensor:  # [n, R] or [n, 1] to [n, D]
+    return t if t.shape[-1] == 1 else take(t, run_of(rows.lengths, t.device), -1)
+
+
+# --- the plain expressions ----------------------------------------------------------------------------------------
+
+
+def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every row, ``[N, R]`` each, in float32 or float64."""
+    wide = at_least_single(x)
+    if rows.cuts:
+        flat = wide.reshape(x.shape[0], rows.cuts[-1])
+        size = rows.size(prod(x.shape[2:]), x.device)
+        mean = row_sums(flat, rows) / size
+        return mean, row_sums((flat - spread_to_elements(mean, rows)).square(), rows) / size
+    if x.dim() == 2 or prod(x.shape[2:]) == rows.parts:
+        mean = wide.reshape(x.shape[0], rows.number)
+        return mean, torch.zeros_like(mean)
+    if not x.numel():  # var_mean warns of an empty batch
+        mean = rows_view(wide, rows).mean(-1)
+        return mean, torch.zeros_like(mean)
+    var, mean = torch.var_mean(rows_view(wide, rows), -1, correction=0)
+    return mean, var
+
+
+def plain_apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
+    center, scale, shift = coefficients
+    if rows.cuts:
+        wide = at_least_single(x).reshape(x.shape[0], rows.cuts[-1])
+        expand = lambda t: spread_to_elements(t, rows)  # noqa: E731
+    elif rows.parts == 1:  # on x's own shape, so that compilers keep its layout
+        wide = at_least_single(x)
+        expand = lambda t: t.reshape(t.shape + (1,) * (x.dim() - 2))  # noqa: E731
+    else:
+        wide = rows_view(at_least_single(x), rows)
+        expand = lambda t: t.unsqueeze(-1)  # noqa: E731
+    y = (wide - expand(center).to(wide.dtype)) * expand(scale).to(wide.dtype)
+    if shift is not None:
+        y = y + expand(shift).to(wide.dtype)
+    return y.reshape(x.shape).to(x.dtype)

@@ -1,0 +1,147 @@
+"""Rows: how a sample is cut into slices that have a mean and a variance; sums over rows, and values taken back to them.
+
+The sums have the same bits each time. On CUDA ``index_add``, which is also the gradient of ``index_select``, adds in
+the order in which threads arrive. ``index_put`` sorts first, and it is the gradient of indexing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import gcd
+from operator import index
+
+import torch
+from torch import Tensor
+
+from .backends import kernels, kernels_serve, must_trace
+from .cache import remembered
+
+__all__ = ["Rows", "add_up", "run_of", "sum_runs", "take"]
+
+
+def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor:
+    """``[M, ...]`` to ``[number, ...]``: row ``index[m]`` has the sum of all such rows. None: all are of one.
+
+    ``dim`` is the axis of ``M``, which other axes may precede.
+    """
+    if index is None:
+        return t.sum(dim, keepdim=True)
+    dim %= t.dim()
+    zero = t.new_zeros(*t.shape[:dim], number, *t.shape[dim + 1 :])
+    if t.is_cuda:
+        return torch.ops.aten.index_put(zero, [*[None] * dim, index], t, True)
+    return zero.index_add(dim, index, t)
+
+
+@remembered
+def run_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which of runs of ``counts`` elements each element is in."""
+    each = torch.tensor(counts, device=device)
+    return torch.repeat_interleave(torch.arange(len(counts), device=device), each, output_size=sum(counts))
+
+
+def sum_runs(t: Tensor, counts: tuple[int, ...], batch: bool = False) -> Tensor:
+    """``[N, R]`` to ``[N, G]``: sums over runs of ``counts`` columns; also over the rows with ``batch``, ``[1, G]``."""
+    if kernels_serve(t) and not must_trace(t) and (found := kernels().sum_runs(t, counts, batch)) is not None:
+        return found
+    return add_up(t.sum(0, keepdim=True) if batch else t, run_of(counts, t.device), len(counts), 1)
+
+
+def take(t: Tensor, index: Tensor | None, dim: int = 0) -> Tensor:
+    """``[number, ...]`` to ``[M, ...]``. None: the one row as it is, to be broadcast."""
+    if index is None:
+        return t
+    dim %= t.dim()
+    return t[(*[slice(None)] * dim, index)] if t.is_cuda else t.index_select(dim, index)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a sample ``[C, *S]`` is cut into rows.
+
+    ``parts`` rows of equal length a channel; or ``cuts``, the ends of rows of any length over the merged ``C * S``
+    axis, each row inside one channel.
+    """
+
+    channels: int
+    parts: int = 1
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def number(self) -> int:
+        return len(self.cuts) if self.cuts else self.channels * self.parts
+
+    def size(self, spatial: int, device: torch.device) -> int | Tensor:
+        """Elements a row."""
+        return _sizes(self.cuts, device) if self.cuts else spatial // self.parts
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each row, where they are cut anywhere."""
+        return _lengths(self.cuts)
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Where rows that are cut anywhere end."""
+        return _ends(self.cuts, device)
+
+    def from_channels(self, t: Tensor, spatial: int) -> Tensor:
+        """``[..., C]`` to ``[..., R]``: every row gets its channel's value."""
+        if self.cuts:
+            return take(t, run_of(_rows_a_channel(self.cuts, spatial), t.device), -1)
+        return t if self.parts == 1 else t.repeat_interleave(self.parts, -1)
+
+    def to_channels(self, t: Tensor, spatial: int) -> Tensor:
+        """``[..., R]`` to ``[..., C]``: the sum over each channel's rows."""
+        if self.cuts:
+            found = sum_runs(t.reshape(-1, t.shape[-1]), _rows_a_channel(self.cuts, spatial))
+            return found.reshape(*t.shape[:-1], self.channels)
+        return t if self.parts == 1 else t.reshape(*t.shape[:-1], self.channels, self.parts).sum(-1)
+
+
+@remembered
+def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
+    """Rows that lie inside one channel and inside one run, for every number of runs in ``groups``.
+
+    The merged axis of ``D = C * S`` elements is split into ``G`` runs: all of ``D / G`` where that divides, as batch
+    group norm has it; otherwise, as ``torch.tensor_split`` does, the first ``D % G`` runs are one element longer.
+    """
+    if all(channels % g == 0 for g in groups):
+        return Rows(channels)  # at any resolution: compilers need not know it
+    spatial = index(spatial)  # a compiler's unknown becomes a number: other resolutions are other rows
+    whole = channels * spatial
+    step = gcd(spatial, *(whole // g for g in groups))
+    if all(whole % g == 0 for g in groups) and (
+        step >= 8 or step in (spatial, *(whole // g for g in groups))
+    ):
+        return Rows(channels, spatial // step)
+    ends = {spatial * (c + 1) for c in range(channels)} | {end for g in groups for end in run_ends(whole, g)}
+    return Rows(channels, 1, tuple(sorted(ends)))
+
+
+def run_ends(whole: int, groups: int) -> tuple[int, ...]:
+    """Where each of ``groups`` nearly equal runs of ``whole`` elements ends."""
+    run, longer = divmod(whole, groups)
+    return tuple((g + 1) * run + min(g + 1, longer) for g in range(groups))
+
+
+@remembered
+def _lengths(cuts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(e - s for s, e in zip((0, *cuts[:-1]), cuts, strict=True))
+
+
+@remembered
+def _sizes(cuts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(_lengths(cuts), device=device)
+
+
+@remembered
+def _ends(cuts: tuple[int, ...], device: torch.device) -> Tensor:
+    wide = cuts[-1] > 2**31 - 2048  # what is counted in blocks
+    return torch.tensor(cuts, dtype=torch.int64 if wide else torch.int32, device=device)
+
+
+@remembered
+def _rows_a_channel(cuts: tuple[int, ...], spatial: int) -> tuple[int, ...]:
+    found = Counter((end - 1) // spatial for end in cuts)
+    return tuple(found[c] for c in range(len(found)))

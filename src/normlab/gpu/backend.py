@@ -1,0 +1,29 @@
+"""What the engine and the layers call where Triton kernels serve."""
+
+from .closed_family import normalize
+from .passes import (
+    apply,
+    back_through_pools,
+    gradients,
+    input_gradient,
+    moments,
+    move_running,
+    pool,
+    sparsest,
+    sum_runs,
+)
+from .prepared_calls import prepare
+
+__all__ = [
+    "apply",
+    "back_through_pools",
+    "gradients",
+    "input_gradient",
+    "moments",
+    "move_running",
+    "normalize",
+    "pool",
+    "prepare",
+    "sparsest",
+    "sum_runs",
+]

@@ -1,0 +1,1 @@
+"""What launches kernels without Python: a C++ extension, built on first use."""

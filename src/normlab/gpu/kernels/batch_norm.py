@@ -1,0 +1,206 @@
+"""Batch norm in Triton: one set of statistics and coefficients a channel, the same for all samples.
+
+The simplest of the closed family, and the one that is used most, so it has the least between its passes: one program
+puts a few channels together. What the passes share lies where :mod:`normlab.whole_kernels` has it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .closed_family import meet
+from .passes import apply_pass, gradient_pass, moments_pass, sums_pass
+from .pools import row_affine
+
+_ANY = ["N", "per_split", "splits", "per_split2", "splits2"]
+
+
+@triton.jit
+def _coefficients(
+    pid, out, moments, batch_mean, batch_var, members, running_mean, running_var, batches, momentum, eps,
+    weight, bias, weight2, bias2, N, C, rows, s, per_split, splits,
+    LIVE: tl.constexpr, UPDATE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance of BC channels, their running ones, and what the channels are normalized by, ``[3, C]``.
+
+    ``moments`` are those of rows or of their splits, ``[splits, 2, N, C]``: a split counts by its size, and means count
+    from that of the first BV. Running statistics that normalize are copied: what backward reads must not move with the
+    buffers.
+    """
+    c = pid * BC + tl.arange(0, BC)
+    col = c < C
+    if LIVE:
+        _, at, ok = _splits(0, c, col, N, C, rows, splits, BV)
+        about = tl.sum(tl.load(moments + at, mask=ok, other=0.0), 0) / tl.minimum(N * splits, BV)
+        first = tl.zeros((BV, BC), tl.float32)
+        second = tl.zeros((BV, BC), tl.float32)
+        for start in range(0, N * splits, BV):
+            k, at, ok = _splits(start, c, col, N, C, rows, splits, BV)
+            share = (tl.minimum(per_split, s - k * per_split) / s)[:, None]
+            d = tl.load(moments + at, mask=ok, other=0.0) - about[None, :]
+            v = tl.load(moments + rows + at, mask=ok, other=0.0)
+            first += tl.where(ok, share * d, 0.0)
+            second += tl.where(ok, share * (v + d * d), 0.0)
+        off = tl.sum(first, 0) / N
+        mean = about + off
+        var = tl.maximum(tl.sum(second, 0) / N - off * off, 0.0)
+        if pid == 0:
+            tl.store(members, N.to(tl.float32))
+        if UPDATE:
+            number = N.to(tl.float32) * s
+            old_mean = tl.load(running_mean + c, mask=col, other=0.0).to(tl.float32)
+            old_var = tl.load(running_var + c, mask=col, other=0.0).to(tl.float32)
+            unbiased = var * (number / tl.maximum(number - 1.0, 1.0))
+            tl.store(running_mean + c, old_mean + momentum * (mean - old_mean), mask=col)
+            tl.store(running_var + c, old_var + momentum * (unbiased - old_var), mask=col)
+            if pid == 0:
+                tl.store(batches, tl.load(batches) + 1)
+    else:
+        mean = tl.load(running_mean + c, mask=col, other=0.0).to(tl.float32)
+        var = tl.load(running_var + c, mask=col, other=1.0).to(tl.float32)
+    tl.store(batch_mean + c, mean, mask=col)
+    tl.store(batch_var + c, var, mask=col)
+    w, b = row_affine(c, c, col, weight, bias, weight2, bias2, c, C, SHARED, SECOND)
+    tl.store(out + c, mean, mask=col)
+    tl.store(out + C + c, tl.rsqrt(var + eps) * w, mask=col)
+    tl.store(out + 2 * C + c, b, mask=col)
+
+
+@triton.jit
+def _splits(start, c, col, N, C, rows, splits, BV: tl.constexpr):
+    """BV splits of rows from ``start`` on, all samples of a split after those of the one before."""
+    u = start + tl.arange(0, BV)
+    k = u // N
+    at = (k * 2 * rows + (u % N) * C)[:, None] + c[None, :]
+    return k, at, (u < N * splits)[:, None] & col[None, :]
+
+
+@triton.jit
+def _gradients(
+    pid, coef, sums, batch_mean, batch_var, eps, weight, bias, weight2, bias2, d_weight, d_bias, d_weight2, d_bias2,
+    N, C, rows, s, splits,
+    SUMS: tl.constexpr, LIVE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """What makes ``dx = scale * dy + slope * (x - mean) + offset``, ``[4, C]``; and where there are SUMS, of rows or of
+    their splits, the gradients of the affine maps."""
+    c = pid * BC + tl.arange(0, BC)
+    col = c < C
+    mean = tl.load(batch_mean + c, mask=col, other=0.0)
+    inverse = tl.rsqrt(tl.load(batch_var + c, mask=col, other=1.0) + eps)
+    w, _ = row_affine(c, c, col, weight, bias, weight2, bias2, c, C, SHARED, SECOND)
+    slope = tl.zeros((BC,), tl.float32)
+    offset = tl.zeros((BC,), tl.float32)
+    if SUMS:
+        first = tl.zeros((BV, BC), tl.float32)
+        second = tl.zeros((BV, BC), tl.float32)
+        for start in range(0, N * splits, BV):
+            _k, at, ok = _splits(start, c, col, N, C, rows, splits, BV)
+            first += tl.load(sums + at, mask=ok, other=0.0)
+            second += tl.load(sums + rows + at, mask=ok, other=0.0)
+        of_dy = tl.sum(first, 0)
+        along = tl.sum(second, 0) * inverse
+        if SHARED:
+            w2 = tl.zeros((BC,), tl.float32) + 1.0
+            if SECOND == 1:
+                w2 = tl.load(weight2 + c, mask=col, other=0.0).to(tl.float32)
+            tl.store(d_weight + c, (w2 * along).to(d_weight.dtype.element_ty), mask=col)
+            tl.store(d_bias + c, (w2 * of_dy).to(d_bias.dtype.element_ty), mask=col)
+        if SECOND == 1:
+            of_weight2 = along
+            if SHARED:
+                w1 = tl.load(weight + c, mask=col, other=0.0).to(tl.float32)
+                of_weight2 = w1 * along + tl.load(bias + c, mask=col, other=0.0).to(tl.float32) * of_dy
+            tl.store(d_weight2 + c, of_weight2.to(d_weight2.dtype.element_ty), mask=col)
+            tl.store(d_bias2 + c, of_dy.to(d_bias2.dtype.element_ty), mask=col)
+        if LIVE:
+            each = w * inverse / (N.to(tl.float32) * s)
+            offset = -each * of_dy
+            slope = -each * inverse * along
+    if not LIVE:
+        mean = tl.zeros((BC,), tl.float32)
+    tl.store(coef + c, inverse * w, mask=col)
+    tl.store(coef + C + c, slope, mask=col)
+    tl.store(coef + 2 * C + c, mean, mask=col)
+    tl.store(coef + 3 * C + c, offset, mask=col)
+
+
+@triton.jit(do_not_specialize=_ANY)
+def forward(
+    x, y, residual, work, parted, weight, bias, weight2, bias2, running_mean, running_var, batches, counter,
+    momentum, eps, leak,
+    N, C, rows, s, per_split, splits, per_split2, splits2,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    SINGLE: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, LIVE: tl.constexpr, UPDATE: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    """0 moments, 1 statistics and coefficients, 2 ``y``. Channels last: BQ is positions and BS channels of a tile."""
+    stats = work + 3 * rows
+    batch_mean = stats
+    if LIVE:
+        batch_mean = stats + 2 * rows
+    if FIRST <= 0 and STOP > 0:
+        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        if MEET:
+            meet(counter)
+    if FIRST <= 1 and STOP > 1:
+        found = stats
+        if splits > 1:
+            found = parted
+        for p in range(tl.program_id(0), tl.cdiv(C, BC), tl.num_programs(0)):
+            _coefficients(
+                p, work, found, batch_mean, batch_mean + C, batch_mean + 2 * C, running_mean, running_var, batches,
+                momentum, eps, weight, bias, weight2, bias2, N, C, rows, s, per_split, splits,
+                LIVE, UPDATE, SHARED, SECOND, BV, BC,
+            )  # fmt: skip
+        if MEET:
+            meet(counter)
+    if FIRST <= 2 and STOP > 2:
+        apply_pass(
+            x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, UNIT, BQ2, BS2, ACT, RES, True
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_ANY)
+def backward(
+    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2,
+    d_weight, d_bias, d_weight2, d_bias2, counter,
+    eps, leak,
+    N, C, rows, s, per_split, splits, per_split2, splits2,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr, LIVE: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    """0 row sums, 1 coefficients and gradients of affine maps, or 2 coefficients where nothing was summed, 3 ``dx``."""
+    coef = back + 2 * rows
+    batch_mean = work + 3 * rows
+    if LIVE:
+        batch_mean = work + 5 * rows
+    if FIRST <= 0 and STOP > 0:
+        sums_pass(
+            dy, x, residual, inner, back, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
+            UNIT, BQ, BS, ACT, RES, True,
+        )  # fmt: skip
+        if MEET:
+            meet(counter)
+    if FIRST <= 2 and STOP > 1:
+        found = back
+        if splits > 1:
+            found = parted
+        for p in range(tl.program_id(0), tl.cdiv(C, BC), tl.num_programs(0)):
+            _gradients(
+                p, coef, found, batch_mean, batch_mean + C, eps, weight, bias, weight2, bias2,
+                d_weight, d_bias, d_weight2, d_bias2, N, C, rows, s, splits,
+                FIRST < 2, LIVE, SHARED, SECOND, BV, BC,
+            )  # fmt: skip
+        if MEET:
+            meet(counter)
+    if FIRST <= 3 and STOP > 3:
+        gradient_pass(
+            dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
+            UNIT, BQ2, BS2, ACT, RES, True,
+        )  # fmt: skip

@@ -1,0 +1,257 @@
+"""The closed family, one kernel a direction: passes over ``x`` and what stands between them.
+
+A launch runs the passes FIRST to STOP - 1. Large inputs take a launch a pass, each with as many programs as it likes.
+Small ones, whose time is the host's, take one launch: as many programs as fit the device at once, which wait for each
+other between passes (MEET). What the passes share lies in one buffer, ``work``, kept for backward:
+
+    coefficients [3, rows], moments [2, rows], sample pool [2, cells], batch pool [2, cells], renorm [2, cells], members
+
+and in a second one, ``back``: row sums [2, rows], coefficients [4, rows], sums over the pools [2, cells] each, and each
+block's share of the mixture weights' gradient.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .passes import apply_pass, gradient_pass, join_moments, join_sums, moments_pass, sums_pass
+from .pools import coefficients, coefficients_backward, move_ghosts, pool_backward, pool_forward
+
+__all__ = ["meet"]
+
+
+# Numbers that no address depends on: to compile for each that is one, or a multiple of 16, would be for nothing.
+_ANY = [
+    "N", "sample_cells", "sample_groups", "batch_cells", "batch_groups", "sample_programs", "batch_programs",
+    "affine_programs", "table_programs", "ghost", "per_split", "splits", "per_split2", "splits2",
+]  # fmt: skip
+_OF_FORWARD = [n for n in _ANY if n not in ("affine_programs", "table_programs")]
+
+
+@triton.jit
+def meet(counter):
+    """Wait for every program. ``counter`` (int64) only grows, by the number of programs each time: no one resets it."""
+    tl.debug_barrier()
+    programs = tl.num_programs(0).to(tl.int64)
+    one = programs // programs
+    before = tl.atomic_add(counter, one, sem="acq_rel", scope="gpu")
+    target = (before // programs + 1) * programs
+    now = before + 1
+    while now < target:
+        now = tl.load(counter, volatile=True)
+    tl.atomic_add(counter, one - one, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _split(work, rows, sample_cells, batch_cells, READS: tl.constexpr, RENORM: tl.constexpr):
+    """The vectors in ``work``."""
+    stats = work + 3 * rows
+    sample = stats
+    if READS:
+        sample = stats + 2 * rows
+    batch_mean = sample + 2 * sample_cells
+    batch_var = batch_mean + batch_cells
+    renorm = batch_var + batch_cells
+    members = renorm
+    if RENORM:
+        members = renorm + 2 * batch_cells
+    return stats, sample, batch_mean, batch_var, renorm, members
+
+
+@triton.jit(do_not_specialize=_OF_FORWARD)
+def forward(
+    x, y, residual, work, parted, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits,
+    running_mean, running_var, batches, counter,
+    momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak,
+    N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, ghost,
+    batch_programs, per_split, splits, per_split2, splits2,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    SINGLE: tl.constexpr, READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr, UPDATE: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
+    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    """0 moments, 1 moments of split rows together, 2 pools, 3 coefficients, 4 ``y``. Channels last: BQ is positions and
+    BS channels of a tile."""
+    stats, sample, batch_mean, batch_var, renorm, members = _split(
+        work, rows, sample_cells, batch_cells, READS, RENORM
+    )
+    images = N * parts
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if FIRST <= 0 and STOP > 0:
+        moments_pass(x, stats, parted, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        if MEET:
+            meet(counter)
+    if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
+        for p in range(pid, tl.cdiv(rows, B // 4), step):
+            join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
+        if MEET:
+            meet(counter)
+    if (HAS_S or HAS_B) and FIRST <= 2 and STOP > 2:
+        for p in range(pid, sample_programs + batch_programs, step):
+            pool_forward(
+                p, stats, sample, batch_mean, batch_var, segment, renorm, members,
+                running_mean, running_var, batches, momentum, eps, r_max, d_max, warmup, r_steps, d_steps,
+                N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs, ghost,
+                HAS_S, HAS_B, LIVE_B, HAS_SEG, GHOST, WIDE, UPDATE and not GHOST, RENORM, BN, BC, BR,
+            )  # fmt: skip
+        if MEET:
+            meet(counter)
+    if FIRST <= 3 and STOP > 3:
+        for p in range(pid, tl.cdiv(rows, B), step):
+            coefficients(
+                p, work, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+                weight, bias, weight2, bias2, label, renorm, batches,
+                C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM,
+                UPDATE and (GHOST or not HAS_SEG), B,
+            )  # fmt: skip
+        if UPDATE and GHOST:
+            for p in range(pid, tl.cdiv(batch_groups, B), step):
+                move_ghosts(
+                    p, batch_mean, batch_var, members, running_mean, running_var, momentum, eps, R, s, batch_groups,
+                    batch_cells, RENORM, B,
+                )  # fmt: skip
+        if MEET:
+            meet(counter)
+    if FIRST <= 4 and STOP > 4:
+        apply_pass(
+            x, y, residual, work, images, s, C, R, parts, rows, per_split2, splits2, leak,
+            UNIT, BQ2, BS2, ACT, RES, False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_ANY)
+def backward(
+    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2, segment, label,
+    mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean_logits, d_var_logits, counter,
+    eps, leak,
+    N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, ghost,
+    batch_programs, affine_programs, table_programs, per_split, splits, per_split2, splits2,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
+    READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    """0 row sums, 1 sums of split rows together, 2 sums over the pools and gradients of affine maps, 3 coefficients and
+    gradients of mixture weights, 4 ``dx``."""
+    stats, sample, batch_mean, batch_var, renorm, members = _split(
+        work, rows, sample_cells, batch_cells, READS, RENORM
+    )
+    sums = back
+    coef = back + 2 * rows
+    sample_sums = coef + 4 * rows
+    batch_sums = sample_sums + 2 * sample_cells
+    d_logits = batch_sums + 2 * batch_cells
+    images = N * parts
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if FIRST <= 0 and STOP > 0:
+        sums_pass(
+            dy, x, residual, inner, sums, parted, work, images, s, C, R, parts, rows, per_split, splits, leak,
+            UNIT, BQ, BS, ACT, RES, False,
+        )  # fmt: skip
+        if MEET:
+            meet(counter)
+    if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
+        for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
+            join_sums(p, parted, sums, rows, splits, B // 4)
+        if MEET:
+            meet(counter)
+    if FIRST <= 2 and STOP > 2:
+        for p in range(pid, sample_programs + batch_programs + affine_programs + table_programs, step):
+            pool_backward(
+                p, sums, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+                weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums,
+                d_weight, d_bias, d_weight2, d_bias2, d_logits,
+                N, C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
+                sample_programs, batch_programs, affine_programs, ghost,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, GHOST, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B, WIDE, BN,
+                BC, BR,
+            )  # fmt: skip
+        if MEET:
+            meet(counter)
+    if FIRST <= 3 and STOP > 3:
+        for p in range(pid, tl.cdiv(rows, B), step):
+            coefficients_backward(
+                p, coef, sums, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
+                weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
+                d_logits, d_mean_logits, d_var_logits, affine_programs,
+                C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B, B, BK,
+            )  # fmt: skip
+        if MEET:
+            meet(counter)
+    if FIRST <= 4 and STOP > 4:
+        gradient_pass(
+            dy, x, inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
+            UNIT, BQ2, BS2, ACT, RES, False,
+        )  # fmt: skip
+
+
+# --- the passes alone: what they are compiled for does not depend on the rule -----------------------------------------
+
+_SIZES = ["N", "per_split", "splits"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def moments(
+    x, stats, parted, at, N, C, R, rows, s, parts, per_split, splits,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
+):  # fmt: skip
+    """They begin ``at`` in ``stats``; JOIN: from those of split rows."""
+    stats += at
+    if JOIN:
+        join_moments(tl.program_id(0), parted, stats, rows, s, per_split, splits, B // 4)
+    else:
+        moments_pass(
+            x, stats, parted, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
+        )
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def sums(
+    dy, x, residual, inner, out, coef, parted, leak, N, C, R, rows, s, parts, per_split, splits,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
+):  # fmt: skip
+    if JOIN:
+        join_sums(tl.program_id(0), parted, out, rows, splits, B // 4)
+    else:
+        sums_pass(
+            dy, x, residual, inner, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
+            UNIT, BQ, BS, ACT, RES, CHANNEL,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def apply(
+    x, y, residual, coef, leak, N, C, R, rows, s, parts, per_split, splits,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
+):  # fmt: skip
+    apply_pass(
+        x, y, residual, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak, UNIT, BQ, BS, ACT, RES,
+        CHANNEL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def gradient(
+    dy, x, inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Coefficients begin ``at`` in ``coef``."""
+    gradient_pass(
+        dy, x, inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
+        UNIT, BQ, BS, ACT, RES, CHANNEL,
+    )  # fmt: skip

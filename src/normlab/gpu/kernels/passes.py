@@ -1,0 +1,467 @@
+"""The passes over ``x`` in Triton, for every rule.
+
+Moments of the rows; ``act((x - center) * scale + shift + residual)``; row sums of ``dy`` and of ``dy * (x - center)``;
+``dx``. ``x`` is contiguous, rows ``[N, R, s]``, or channels last, ``[N, parts, s, C]`` with row ``r = c * parts +
+part``. Every pass comes in both forms, which differ only in how they walk over a row. A piece of a pass is a function
+of its number, and numbers follow memory. The four whole passes at the end share the pieces out among the programs of a
+launch, so that a launch may run one pass or several (:mod:`normlab.whole_kernels`). Those that write begin with the
+last piece: what the pass before them read last is still in the cache. Nothing uses atomics: results are the same bit
+for bit, run to run. Capitals are constexpr.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["activate", "through_activation"]
+
+
+# Moments are taken about values of the row, so that there is no cancellation, whatever the mean: contiguous, each place
+# of a tile takes them about the first it sees. Nothing is summed over threads before the last tile.
+_SPLITS = tl.constexpr(16)  # splits of a row that are looked at together
+_AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, memory is waited for
+_LOOKED_AT = tl.constexpr(16)  # values of a row whose mean its moments are taken about, channels last
+_STAGES = tl.constexpr(6)  # tiles under way, channels last: one that is summed and those read ahead of it
+
+
+@triton.jit
+def _load_rows(ptr, q, row_ok, j, s):
+    """A tile ``[BQ, BS]`` of contiguous rows ``q`` at positions ``j``, zero outside."""
+    ok = row_ok[:, None] & (j < s)[None, :]
+    at = q.to(tl.int64)[:, None] * s + j[None, :]
+    return tl.load(ptr + at, mask=ok, other=0.0).to(tl.float32), ok
+
+
+@triton.jit
+def _load_last(ptr, m, j, end, s, c, C):
+    """A tile ``[BS, BC]`` of channels-last image ``m`` (sample and part) at positions ``j < end``, zero outside."""
+    ok = (j < end)[:, None] & (c < C)[None, :]
+    at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
+    return tl.load(ptr + at, mask=ok, other=0.0).to(tl.float32), ok
+
+
+@triton.jit
+def activate(z, leak, ACT: tl.constexpr):
+    """ACT: 0 none, 1 relu, 2 leaky relu, 3 silu. A NaN stays one."""
+    if ACT == 1:
+        z = tl.where(z < 0.0, 0.0, z)
+    elif ACT == 2:
+        z = tl.where(z < 0.0, z * leak, z)
+    elif ACT == 3:
+        z = z * tl.sigmoid(z)
+    return z
+
+
+@triton.jit
+def through_activation(z, g, leak, ACT: tl.constexpr):
+    """The gradient ``g`` at the activation, taken back to its input ``z``; at a NaN, as torch does."""
+    if ACT == 1:
+        g = tl.where(z <= 0.0, 0.0, g)
+    elif ACT == 2:
+        g = tl.where(z > 0.0, g, g * leak)
+    elif ACT == 3:
+        p = tl.sigmoid(z)
+        g = g * p * (1.0 + z * (1.0 - p))
+    return g
+
+
+@triton.jit
+def _moments_together(about, first, second, count, size, AXIS: tl.constexpr):
+    """Mean and variance along AXIS from each place's sums of ``d`` and ``d * d``, ``d = x - about``, of ``count``
+    values."""
+    count = tl.maximum(count, 0).to(tl.float32)
+    off = first / tl.maximum(count, 1.0)
+    mean = about + off
+    rounded = tl.sum(count * mean, AXIS) / size
+    d = mean - tl.expand_dims(rounded, AXIS)
+    lost = tl.sum(count * d, AXIS) / size
+    var = tl.sum(second - first * off + count * d * d, AXIS) / size - lost * lost
+    return rounded + lost, tl.maximum(var, 0.0)
+
+
+@triton.jit
+def moments_rows(pid, x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr):
+    q = pid * BQ + tl.arange(0, BQ)
+    row_ok = q < rows
+    j = tl.arange(0, BS)
+    v, ok = _load_rows(x, q, row_ok, j, s)
+    if SINGLE:
+        mean = tl.sum(v, 1) / s
+        d = tl.where(ok, v - mean[:, None], 0.0)
+        var = tl.sum(d * d, 1) / s
+    else:  # BQ is 1
+        about = v
+        first = tl.zeros((1, BS), tl.float32)
+        second = tl.zeros((1, BS), tl.float32)
+        row = x + q.to(tl.int64)[:, None] * s
+        for start in range(0, s, _AT_ONCE * BS):
+            k = start + tl.arange(0, _AT_ONCE)[:, None] * BS + j[None, :]
+            more = tl.load(row + k, mask=k < s, other=0.0).to(tl.float32)
+            d = tl.where(k < s, more - about, 0.0)
+            first += tl.sum(d, 0, keep_dims=True)
+            second += tl.sum(d * d, 0, keep_dims=True)
+        mean, var = _moments_together(about, first, second, tl.cdiv(s - j, BS)[None, :], s, 1)
+    tl.store(stats + q, mean, mask=row_ok)
+    tl.store(stats + rows + q, var, mask=row_ok)
+
+
+@triton.jit
+def place_last(pid, s, C, per_split, BC: tl.constexpr):
+    """Image, channels and split of a program. Neighbours in number are neighbours in memory: blocks of channels come
+    first, then splits of a row, then images."""
+    blocks = tl.cdiv(C, BC)
+    splits = tl.cdiv(s, per_split)
+    rest = pid // blocks
+    return rest // splits, (pid % blocks) * BC + tl.arange(0, BC), rest % splits
+
+
+@triton.jit
+def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
+    """``out`` is ``[splits, 2, N, R]``, each split's own moments, about the mean of a few of its values."""
+    m, c, split = place_last(pid, s, C, per_split, BC)
+    col = c < C
+    low = split * per_split
+    high = tl.minimum(low + per_split, s)
+    size = high - low
+    j = tl.arange(0, BS)
+    about = tl.zeros((BC,), tl.float32)
+    for k in tl.static_range(_LOOKED_AT):
+        at = (m.to(tl.int64) * s + low + k * size // _LOOKED_AT) * C
+        about += tl.load(x + at + c, mask=col, other=0.0).to(tl.float32) / _LOOKED_AT
+    first = tl.zeros((BS, BC), tl.float32)
+    second = tl.zeros((BS, BC), tl.float32)
+    for start in tl.range(low, high, BS, num_stages=_STAGES):
+        v, ok = _load_last(x, m, start + j, high, s, c, C)
+        d = tl.where(ok, v - about[None, :], 0.0)
+        first += d
+        second += d * d
+    off = tl.sum(first, 0) / size
+    q = (m // parts) * R + c * parts + m % parts + split * 2 * rows
+    tl.store(out + q, about + off, mask=col)
+    tl.store(out + rows + q, tl.maximum(tl.sum(second, 0) / size - off * off, 0.0), mask=col)
+
+
+@triton.jit
+def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr):
+    """The moments of whole rows from those of their splits, about the mean of the first."""
+    q = pid * B + tl.arange(0, B)
+    ok = q < rows
+    about = tl.load(parted + q, mask=ok, other=0.0)
+    off = tl.zeros((_SPLITS, B), tl.float32)
+    square = tl.zeros((_SPLITS, B), tl.float32)
+    for start in range(0, splits, _SPLITS):
+        k = start + tl.arange(0, _SPLITS)
+        there = (k < splits)[:, None] & ok[None, :]
+        share = tl.where(k < splits, tl.minimum(per_split, s - k * per_split) / s, 0.0)[:, None]
+        at = k[:, None] * 2 * rows + q[None, :]
+        mean = tl.load(parted + at, mask=there, other=0.0)
+        var = tl.load(parted + rows + at, mask=there, other=0.0)
+        d = tl.where(there, mean - about[None, :], 0.0)
+        off += share * d
+        square += share * (var + d * d)
+    total = tl.sum(off, 0)
+    tl.store(stats + q, about + total, mask=ok)
+    tl.store(stats + rows + q, tl.maximum(tl.sum(square, 0) - total * total, 0.0), mask=ok)
+
+
+@triton.jit
+def join_sums(pid, parted, sums, rows, splits, B: tl.constexpr):
+    """Row sums from those of their splits."""
+    q = pid * B + tl.arange(0, B)
+    ok = q < 2 * rows
+    total = tl.zeros((_SPLITS, B), tl.float32)
+    for start in range(0, splits, _SPLITS):
+        k = start + tl.arange(0, _SPLITS)
+        there = (k < splits)[:, None] & ok[None, :]
+        total += tl.load(parted + k[:, None] * 2 * rows + q[None, :], mask=there, other=0.0)
+    tl.store(sums + q, tl.sum(total, 0), mask=ok)
+
+
+@triton.jit
+def apply_rows(
+    pid, x, y, residual, coef, rows, s, C, leak,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """``act((x - center) * scale + shift + residual)`` with ``coef [3, N, R]``; CHANNEL, here and below: ``[3, C]``."""
+    blocks = tl.cdiv(s, BS)
+    q = (pid // blocks) * BQ + tl.arange(0, BQ)
+    row_ok = q < rows
+    at, cells = q, rows
+    if CHANNEL:
+        at, cells = q % C, C
+    center = tl.load(coef + at, mask=row_ok, other=0.0)
+    scale = tl.load(coef + cells + at, mask=row_ok, other=0.0)
+    shift = tl.load(coef + 2 * cells + at, mask=row_ok, other=0.0)
+    j = (pid % blocks) * BS + tl.arange(0, BS)
+    v, ok = _load_rows(x, q, row_ok, j, s)
+    out = (v - center[:, None]) * scale[:, None] + shift[:, None]
+    if RES:
+        e, ok = _load_rows(residual, q, row_ok, j, s)
+        out += e
+    out = activate(out, leak, ACT)
+    tl.store(y + q.to(tl.int64)[:, None] * s + j[None, :], out.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def apply_last(
+    pid, x, y, residual, coef, s, C, R, parts, rows, per_split, leak,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    m, c, split = place_last(pid, s, C, per_split, BC)
+    col = c < C
+    at, cells = (m // parts) * R + c * parts + m % parts, rows
+    if CHANNEL:
+        at, cells = c, C
+    center = tl.load(coef + at, mask=col, other=0.0)
+    scale = tl.load(coef + cells + at, mask=col, other=0.0)
+    shift = tl.load(coef + 2 * cells + at, mask=col, other=0.0)
+    low = split * per_split
+    high = tl.minimum(low + per_split, s)
+    for start in range(low, high, BS):
+        j = start + tl.arange(0, BS)
+        v, ok = _load_last(x, m, j, high, s, c, C)
+        out = (v - center[None, :]) * scale[None, :] + shift[None, :]
+        if RES:
+            e, ok = _load_last(residual, m, j, high, s, c, C)
+            out += e
+        out = activate(out, leak, ACT)
+        to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
+        tl.store(y + to, out.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def sums_rows(
+    pid, dy, x, residual, inner, sums, coef, rows, s, C, leak,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Row sums of ``g`` and of ``g * (x - center)``, ``[2, N, R]``, with ``g`` the gradient before the activation.
+
+    Beside a residual, ``g`` is its gradient too and is written to ``inner``.
+    """
+    q = pid * BQ + tl.arange(0, BQ)
+    row_ok = q < rows
+    at, cells = q, rows
+    if CHANNEL:
+        at, cells = q % C, C
+    center = tl.load(coef + at, mask=row_ok, other=0.0)
+    scale, shift = center, center
+    if ACT > 0:
+        scale = tl.load(coef + cells + at, mask=row_ok, other=0.0)
+        shift = tl.load(coef + 2 * cells + at, mask=row_ok, other=0.0)
+    total = tl.zeros((BQ, BS), tl.float32)
+    dot = tl.zeros((BQ, BS), tl.float32)
+    for start in range(0, s, BS):
+        j = start + tl.arange(0, BS)
+        v, ok = _load_rows(x, q, row_ok, j, s)
+        g, ok = _load_rows(dy, q, row_ok, j, s)
+        if ACT > 0:
+            z = (v - center[:, None]) * scale[:, None] + shift[:, None]
+            if RES:
+                e, ok = _load_rows(residual, q, row_ok, j, s)
+                z += e
+            g = through_activation(z, g, leak, ACT)
+            if RES:
+                to = q.to(tl.int64)[:, None] * s + j[None, :]
+                tl.store(inner + to, g.to(inner.dtype.element_ty), mask=ok)
+        total += g
+        dot += g * (v - center[:, None])
+    tl.store(sums + q, tl.sum(total, 1), mask=row_ok)
+    tl.store(sums + rows + q, tl.sum(dot, 1), mask=row_ok)
+
+
+@triton.jit
+def sums_last(
+    pid, dy, x, residual, inner, out, coef, s, C, R, parts, rows, per_split, leak,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    m, c, split = place_last(pid, s, C, per_split, BC)
+    col = c < C
+    q = (m // parts) * R + c * parts + m % parts
+    at, cells = q, rows
+    if CHANNEL:
+        at, cells = c, C
+    center = tl.load(coef + at, mask=col, other=0.0)
+    scale, shift = center, center
+    if ACT > 0:
+        scale = tl.load(coef + cells + at, mask=col, other=0.0)
+        shift = tl.load(coef + 2 * cells + at, mask=col, other=0.0)
+    total = tl.zeros((BS, BC), tl.float32)
+    dot = tl.zeros((BS, BC), tl.float32)
+    low = split * per_split
+    high = tl.minimum(low + per_split, s)
+    for start in tl.range(low, high, BS, num_stages=_STAGES):
+        j = start + tl.arange(0, BS)
+        v, ok = _load_last(x, m, j, high, s, c, C)
+        g, ok = _load_last(dy, m, j, high, s, c, C)
+        if ACT > 0:
+            z = (v - center[None, :]) * scale[None, :] + shift[None, :]
+            if RES:
+                e, ok = _load_last(residual, m, j, high, s, c, C)
+                z += e
+            g = through_activation(z, g, leak, ACT)
+            if RES:
+                to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
+                tl.store(inner + to, g.to(inner.dtype.element_ty), mask=ok)
+        total += g
+        dot += g * (v - center[None, :])
+    tl.store(out + split * 2 * rows + q, tl.sum(total, 0), mask=col)
+    tl.store(out + split * 2 * rows + rows + q, tl.sum(dot, 0), mask=col)
+
+
+@triton.jit
+def gradient_rows(
+    pid, dy, x, dx, forward, coef, rows, s, C, leak,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """``scale * g + slope * (x - mean) + offset`` with ``coef [4, N, R]``; ``forward`` has the forward coefficients."""
+    blocks = tl.cdiv(s, BS)
+    q = (pid // blocks) * BQ + tl.arange(0, BQ)
+    row_ok = q < rows
+    at, cells = q, rows
+    if CHANNEL:
+        at, cells = q % C, C
+    scale = tl.load(coef + at, mask=row_ok, other=0.0)
+    slope = tl.load(coef + cells + at, mask=row_ok, other=0.0)
+    mean = tl.load(coef + 2 * cells + at, mask=row_ok, other=0.0)
+    offset = tl.load(coef + 3 * cells + at, mask=row_ok, other=0.0)
+    j = (pid % blocks) * BS + tl.arange(0, BS)
+    v, ok = _load_rows(x, q, row_ok, j, s)
+    g, ok = _load_rows(dy, q, row_ok, j, s)
+    if ACT > 0:
+        center = tl.load(forward + at, mask=row_ok, other=0.0)
+        f_scale = tl.load(forward + cells + at, mask=row_ok, other=0.0)
+        shift = tl.load(forward + 2 * cells + at, mask=row_ok, other=0.0)
+        g = through_activation((v - center[:, None]) * f_scale[:, None] + shift[:, None], g, leak, ACT)
+    out = g * scale[:, None] + (v - mean[:, None]) * slope[:, None] + offset[:, None]
+    tl.store(dx + q.to(tl.int64)[:, None] * s + j[None, :], out.to(dx.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def gradient_last(
+    pid, dy, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    m, c, split = place_last(pid, s, C, per_split, BC)
+    col = c < C
+    at, cells = (m // parts) * R + c * parts + m % parts, rows
+    if CHANNEL:
+        at, cells = c, C
+    scale = tl.load(coef + at, mask=col, other=0.0)
+    slope = tl.load(coef + cells + at, mask=col, other=0.0)
+    mean = tl.load(coef + 2 * cells + at, mask=col, other=0.0)
+    offset = tl.load(coef + 3 * cells + at, mask=col, other=0.0)
+    center, f_scale, shift = mean, mean, mean
+    if ACT > 0:
+        center = tl.load(forward + at, mask=col, other=0.0)
+        f_scale = tl.load(forward + cells + at, mask=col, other=0.0)
+        shift = tl.load(forward + 2 * cells + at, mask=col, other=0.0)
+    low = split * per_split
+    high = tl.minimum(low + per_split, s)
+    for start in range(low, high, BS):
+        j = start + tl.arange(0, BS)
+        v, ok = _load_last(x, m, j, high, s, c, C)
+        g, ok = _load_last(dy, m, j, high, s, c, C)
+        if ACT > 0:
+            g = through_activation((v - center[None, :]) * f_scale[None, :] + shift[None, :], g, leak, ACT)
+        out = g * scale[None, :] + (v - mean[None, :]) * slope[None, :] + offset[None, :]
+        to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
+        tl.store(dx + to, out.to(dx.dtype.element_ty), mask=ok)
+
+
+# --- whole passes: the pieces of a launch's programs ------------------------------------------------------------------
+
+
+@triton.jit
+def moments_pass(
+    x, stats, parted, images, s, C, R, parts, rows, per_split, splits,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """Contiguous, here and below, the length of a row is a multiple of UNIT (1, 2, ... 16), which the compiler must see
+    to read as many elements at once. UNIT is 0 for channels last, where BQ is positions and BS channels of a tile, and
+    ``parted`` is for split rows."""
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if UNIT == 0:
+        into = stats
+        if splits > 1:
+            into = parted
+        for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
+            moments_last(p, x, into, s, C, R, parts, rows, per_split, BQ, BS)
+    else:
+        s = s // UNIT * UNIT
+        for p in range(pid, tl.cdiv(rows, BQ), step):
+            moments_rows(p, x, stats, rows, s, BQ, BS, SINGLE)
+
+
+@triton.jit
+def apply_pass(
+    x, y, residual, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if UNIT == 0:
+        pieces = images * tl.cdiv(C, BS) * splits
+        for p in range(pid, pieces, step):
+            apply_last(
+                pieces - 1 - p, x, y, residual, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
+                CHANNEL,
+            )  # fmt: skip
+    else:
+        s = s // UNIT * UNIT
+        pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
+        for p in range(pid, pieces, step):
+            apply_rows(pieces - 1 - p, x, y, residual, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
+
+
+@triton.jit
+def sums_pass(
+    dy, x, residual, inner, sums, parted, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if UNIT == 0:
+        into = sums
+        if splits > 1:
+            into = parted
+        for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
+            sums_last(
+                p, dy, x, residual, inner, into, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
+                CHANNEL,
+            )  # fmt: skip
+    else:
+        s = s // UNIT * UNIT
+        for p in range(pid, tl.cdiv(rows, BQ), step):
+            sums_rows(p, dy, x, residual, inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
+
+
+@triton.jit
+def gradient_pass(
+    dy, x, inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Beside a residual, the gradient before the activation already lies in ``inner``."""
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    g = dy
+    if RES and ACT > 0:
+        g = inner
+    if UNIT == 0:
+        pieces = images * tl.cdiv(C, BS) * splits
+        for p in range(pid, pieces, step):
+            gradient_last(
+                pieces - 1 - p, g, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak, BQ, BS,
+                ACT * (1 - RES), CHANNEL,
+            )  # fmt: skip
+    else:
+        s = s // UNIT * UNIT
+        pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
+        for p in range(pid, pieces, step):
+            gradient_rows(
+                pieces - 1 - p, g, x, dx, forward, coef, rows, s, C, leak, BQ, BS, ACT * (1 - RES), CHANNEL
+            )  # fmt: skip

@@ -1,0 +1,294 @@
+"""Positional norm in Triton: a kernel a direction, and one that sums over the programs of backward.
+
+A program takes a block of a sample's positions, in backward ``per`` blocks one after the other, with all channels at
+once; where these are too many, the kernels in parts take them some at a time. Statistics are those of deviations from
+the mean, whose own mean is taken off once more: a large mean is rounded. Capitals are constexpr. Nothing uses atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .passes import activate, through_activation
+
+_SIZES = ["per", "chunks"]
+_PAIRS = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would add them one by one
+
+
+@triton.jit
+def _known(C, S, LAST: tl.constexpr, UNIT: tl.constexpr):
+    """Channels and positions. One is what lies between neighbours of the other, and a multiple of UNIT, which the
+    compiler must see to read as many elements at once."""
+    if LAST:
+        C = C // UNIT * UNIT
+    else:
+        S = S // UNIT * UNIT
+    return C, S
+
+
+@triton.jit
+def _begin(n, block, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr):
+    """The first element of a block of sample ``n``."""
+    n = n.to(tl.int64)
+    if FAR:
+        block += n * 0  # which is wide
+    if LAST:
+        return (n * S + block * BP) * C
+    else:
+        return n * C * S + block * BP
+
+
+@triton.jit
+def _within(c, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr):
+    """Where a tile ``[BP, BC]`` lies, from there. FAR: a sample is larger than what 32 bits count."""
+    p = tl.arange(0, BP)
+    if FAR:
+        c = c.to(tl.int64)
+    if LAST:
+        return p[:, None] * C + c[None, :]
+    else:
+        return c[None, :] * S + p[:, None]
+
+
+@triton.jit
+def _read(x, at, ok):
+    return tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(x, at, value, ok):
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sums(a, b):
+    """Over channels, of both at once: the threads of a program then wait for each other once."""
+    if _PAIRS:
+        return tl.reduce((a, b), 1, _add)
+    else:
+        return tl.sum(a, 1), tl.sum(b, 1)
+
+
+@triton.jit
+def _deviations(v, ok, C):
+    """All channels of some positions less their mean, and the sums of squares. What is not ``ok`` is not zero."""
+    d = tl.where(ok, v - (tl.sum(v, 1) / C)[:, None], 0.0)
+    off, squares = _sums(d, d * d)
+    off = off / C
+    return d - off[:, None], squares - C * off * off
+
+
+@triton.jit
+def _reciprocal(squares, p_ok, C, eps):
+    """Of the deviation; one beyond the last position, where without eps there is nothing to divide by."""
+    return tl.rsqrt(tl.where(p_ok, squares / C + eps, 1.0))[:, None]
+
+
+@triton.jit
+def _affine(n, c, C, weight, bias, AFFINE: tl.constexpr, EACH: tl.constexpr):
+    """Weight and bias of channels; one and zero where there is none."""
+    w = tl.zeros_like(c.to(tl.float32)) + 1.0
+    b = w - 1.0
+    at = c
+    if EACH:
+        at = n * C + c
+    if AFFINE:
+        w = tl.load(weight + at, mask=c < C, other=0.0).to(tl.float32)
+        b = tl.load(bias + at, mask=c < C, other=0.0).to(tl.float32)
+    return w[None, :], b[None, :]
+
+
+@triton.jit
+def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.constexpr):
+    """The gradient before the activation."""
+    g = _read(dy, at, ok)
+    if ACT > 0:
+        z = h * w + b
+        if RES:
+            z += _read(residual, at, ok)
+        g = through_activation(z, g, leak, ACT)
+    return g
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def forward(
+    x, y, residual, weight, bias, eps, leak, C, S, blocks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    C, S = _known(C, S, LAST, UNIT)
+    n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    c = tl.arange(0, BC)
+    p_ok = block * BP + tl.arange(0, BP) < S
+    ok = p_ok[:, None] & (c < C)[None, :]
+    at = _begin(n, block, C, S, LAST, FAR, BP) + _within(c, C, S, LAST, FAR, BP)
+    d, squares = _deviations(_read(x, at, ok), ok, C)
+    w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+    z = d * _reciprocal(squares, p_ok, C, eps) * w + b
+    if RES:
+        z += _read(residual, at, ok)
+    _write(y, at, activate(z, leak, ACT), ok)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def backward(
+    dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
+):  # fmt: skip
+    """``dx``, the residual's gradient where an activation follows, and each program's share of the gradients of weight
+    and bias, ``parted [programs, 2, C]``."""
+    C, S = _known(C, S, LAST, UNIT)
+    pid = tl.program_id(0)
+    n = pid // chunks
+    first = (pid % chunks) * per
+    c = tl.arange(0, BC)
+    within = _within(c, C, S, LAST, FAR, BP)
+    w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+    sum_w = tl.zeros((BP, BC), tl.float32)  # over positions once, at the end
+    sum_b = tl.zeros((BP, BC), tl.float32)
+    for block in tl.range(first, tl.minimum(first + per, tl.cdiv(S, BP)), num_stages=STAGES):
+        p_ok = block * BP + tl.arange(0, BP) < S
+        ok = p_ok[:, None] & (c < C)[None, :]
+        at = _begin(n, block, C, S, LAST, FAR, BP) + within
+        d, squares = _deviations(_read(x, at, ok), ok, C)
+        r = _reciprocal(squares, p_ok, C, eps)
+        h = d * r
+        g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
+        if ACT > 0 and RES:
+            _write(inner, at, g, ok)
+        if PARAMETERS:
+            sum_w += g * h
+            sum_b += g
+        if INPUT:
+            g = g * w
+            over, along = _sums(g, g * h)
+            _write(dx, at, (g - (over / C)[:, None] - h * (along / C)[:, None]) * r, ok)
+    if PARAMETERS:
+        share = parted + pid.to(tl.int64) * 2 * C
+        tl.store(share + c, tl.sum(sum_w, 0), mask=c < C)
+        tl.store(share + C + c, tl.sum(sum_b, 0), mask=c < C)
+
+
+# --- channels some at a time ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _statistics(
+    x, n, block, p_ok, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
+):
+    """Mean, what it was rounded by, and the sums of squares of some positions."""
+    begin = _begin(n, block, C, S, LAST, FAR, BP)
+    total = tl.zeros((BP,), tl.float32)
+    for start in range(0, C, BC):
+        c = start + tl.arange(0, BC)
+        ok = p_ok[:, None] & (c < C)[None, :]
+        total += tl.sum(_read(x, begin + _within(c, C, S, LAST, FAR, BP), ok), 1)
+    mean = total / C
+    off = tl.zeros((BP,), tl.float32)
+    squares = tl.zeros((BP,), tl.float32)
+    for start in range(0, C, BC):
+        c = start + tl.arange(0, BC)
+        ok = p_ok[:, None] & (c < C)[None, :]
+        d = tl.where(ok, _read(x, begin + _within(c, C, S, LAST, FAR, BP), ok) - mean[:, None], 0.0)
+        off += tl.sum(d, 1)
+        squares += tl.sum(d * d, 1)
+    off = off / C
+    return mean[:, None], off[:, None], squares - C * off * off
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def forward_in_parts(
+    x, y, residual, weight, bias, eps, leak, C, S, blocks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+):  # fmt: skip
+    C, S = _known(C, S, LAST, UNIT)
+    n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    p_ok = block * BP + tl.arange(0, BP) < S
+    begin = _begin(n, block, C, S, LAST, FAR, BP)
+    mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC)
+    r = _reciprocal(squares, p_ok, C, eps)
+    for start in range(0, C, BC):
+        c = start + tl.arange(0, BC)
+        ok = p_ok[:, None] & (c < C)[None, :]
+        at = begin + _within(c, C, S, LAST, FAR, BP)
+        w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+        z = (_read(x, at, ok) - mean - off) * r * w + b
+        if RES:
+            z += _read(residual, at, ok)
+        _write(y, at, activate(z, leak, ACT), ok)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def backward_in_parts(
+    dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
+):  # fmt: skip
+    C, S = _known(C, S, LAST, UNIT)
+    pid = tl.program_id(0)
+    n = pid // chunks
+    first = (pid % chunks) * per
+    share = parted + pid.to(tl.int64) * 2 * C
+    for block in range(first, tl.minimum(first + per, tl.cdiv(S, BP))):
+        p_ok = block * BP + tl.arange(0, BP) < S
+        begin = _begin(n, block, C, S, LAST, FAR, BP)
+        mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC)
+        r = _reciprocal(squares, p_ok, C, eps)
+        over = tl.zeros((BP,), tl.float32)
+        along = tl.zeros((BP,), tl.float32)
+        for start in range(0, C, BC):
+            c = start + tl.arange(0, BC)
+            ok = p_ok[:, None] & (c < C)[None, :]
+            at = begin + _within(c, C, S, LAST, FAR, BP)
+            h = (_read(x, at, ok) - mean - off) * r
+            w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+            g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
+            if ACT > 0 and RES:
+                _write(inner, at, g, ok)
+            if PARAMETERS:
+                more = (c < C) & (c * 0 + block > first)
+                block_w = tl.load(share + c, mask=more, other=0.0) + tl.sum(g * h, 0)
+                block_b = tl.load(share + C + c, mask=more, other=0.0) + tl.sum(g, 0)
+                tl.debug_barrier()
+                tl.store(share + c, block_w, mask=c < C)
+                tl.store(share + C + c, block_b, mask=c < C)
+                tl.debug_barrier()
+            over += tl.sum(g * w, 1)
+            along += tl.sum(g * w * h, 1)
+        if INPUT:
+            for start in range(0, C, BC):
+                c = start + tl.arange(0, BC)
+                ok = p_ok[:, None] & (c < C)[None, :]
+                at = begin + _within(c, C, S, LAST, FAR, BP)
+                h = (_read(x, at, ok) - mean - off) * r
+                w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
+                g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES) * w
+                _write(dx, at, (g - (over / C)[:, None] - h * (along / C)[:, None]) * r, ok)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def join(parted, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr):
+    """The gradients of weight and bias, of all samples or of each, from ``parted [samples, shares, 2, C]``."""
+    blocks = tl.cdiv(C, BC)
+    n = (tl.program_id(0) // blocks).to(tl.int64)
+    c = (tl.program_id(0) % blocks) * BC + tl.arange(0, BC)
+    k = tl.arange(0, BP)
+    sum_w = tl.zeros((BP, BC), tl.float32)
+    sum_b = tl.zeros((BP, BC), tl.float32)
+    for start in range(0, shares, BP):
+        ok = (start + k < shares)[:, None] & (c < C)[None, :]
+        at = ((n * shares + start + k) * 2 * C)[:, None] + c[None, :]
+        sum_w += tl.load(parted + at, mask=ok, other=0.0)
+        sum_b += tl.load(parted + C + at, mask=ok, other=0.0)
+    tl.store(d_weight + n * C + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=c < C)
+    tl.store(d_bias + n * C + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=c < C)

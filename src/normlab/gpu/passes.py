@@ -1,0 +1,341 @@
+"""The engine's passes by Triton kernels, with the names and arguments of :mod:`normlab.cpu.passes`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..engine import coefficients as on_rows
+from ..engine.cache import remembered
+from ..engine.coefficients import Gradients, compose, like_affine
+from ..statistics import plans as plans_of_pools
+from ..statistics.plans import Pooled
+from .kernels import around_rule as row_kernels
+from .kernels import sparsestmax as sparse_kernels
+from .kernels import uneven_rows as cut_kernels
+from .launch import Launch, addresses, on_device, pass_alone
+from .shapes import BLOCK, Shape, ceil, dense, like, power, shape_of, tiles
+
+if TYPE_CHECKING:
+    from ..engine.contract import Coefficients
+    from ..engine.rows import Rows
+    from ..statistics.plans import Plan
+
+__all__ = [
+    "apply",
+    "back_through_pools",
+    "gradients",
+    "input_gradient",
+    "moments",
+    "move_running",
+    "pool",
+    "pool_launch",
+    "sparsest",
+    "strides",
+    "sum_runs",
+    "sums",
+    "too_large",
+    "too_many",
+]
+
+
+_MANY_ROWS = 1 << 28  # beyond which 32 bits do not count what there is of each
+_TALL = 1024  # samples, beyond which sums over them are torch's, which takes more programs
+_LONG = 1 << 15  # likewise rows of a pool
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], join: bool = False
+) -> Launch:
+    return pass_alone(name, shape, join=join)
+
+
+def _run(name: str, shape: Shape, *given: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
+    pointers = addresses(given)
+    types, aligned = tuple([t.dtype for t in given]), tuple([p % 16 == 0 for p in pointers])
+    with on_device(shape.device):
+        _launch(name, shape, types, aligned)(given, pointers, numbers)
+        if name in ("moments", "sums") and tiles(shape, "sums").splits > 1:
+            _launch(name, shape, types, aligned, True)(given, pointers, numbers)
+
+
+@lru_cache(maxsize=4096)
+def _launch_on_rows(
+    name: str,
+    grid: int,
+    fixed: tuple[Any, ...],
+    device: int,
+    types: Any,
+    aligned: tuple[bool, ...],
+    warps: int,
+) -> Launch:
+    kernel = next(getattr(m, name) for m in (row_kernels, cut_kernels, sparse_kernels) if hasattr(m, name))
+    return Launch(kernel, grid, fixed, device, warps=warps)
+
+
+def _run_on_rows(
+    name: str, grid: int, fixed: tuple[Any, ...], *given: Tensor | None, numbers: tuple[float, ...] = (), warps: int = 4
+) -> None:  # fmt: skip
+    first = given[0]
+    assert first is not None
+    device, pointers = first.device.index if first.is_cuda else -1, addresses(given)
+    types, aligned = (
+        tuple([t if t is None else t.dtype for t in given]),
+        tuple([p % 16 == 0 for p in pointers]),
+    )
+    with on_device(device):
+        _launch_on_rows(name, grid, fixed, device, types, aligned, warps)(given, pointers, numbers)
+
+
+def _floats(x: Tensor, *size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device=x.device)
+
+
+def _parted(x: Tensor, shape: Shape) -> Tensor:
+    """Room for what is summed of the splits of rows."""
+    splits = tiles(shape, "sums").splits
+    return _floats(x, splits * 2 * shape.rows if splits > 1 else 1)
+
+
+def _run_on_cuts(name: str, x: Tensor, rows: Rows, *given: Tensor) -> None:
+    """A pass over rows that are cut anywhere, of what is contiguous."""
+    n, r, whole = x.shape[0], rows.number, rows.cuts[-1]
+    block = min(power(max(rows.lengths)), 1024)
+    ends, fixed = rows.ends(x.device), (r, whole, n * r, block)
+    _run_on_rows(name, n * r, fixed, *given, ends, warps=1 if block <= 128 else 4)
+
+
+def moments(x: Tensor, rows: Rows) -> Tensor:
+    if rows.cuts:
+        stats = _floats(x, 2, x.shape[0], rows.number)
+        _run_on_cuts("cut_moments", x, rows, x.contiguous(), stats)
+        return stats
+    x, last = dense(x)
+    shape = shape_of(x, rows, last)
+    stats = _floats(x, 2, shape.n, shape.width)
+    _run("moments", shape, x, stats, _parted(x, shape), numbers=())
+    return stats
+
+
+def _stacked(x: Tensor, rows: Rows, *given: Tensor | None) -> Tensor:
+    """Coefficients that broadcast against ``[N, R]`` as one tensor; what is None is zero."""
+    shape = (x.shape[0], rows.number)
+    if len(given) == 1 and given[0] is not None:
+        return given[0].float().expand(shape).contiguous()
+    zero = None if all(t is not None for t in given) else _floats(x, 1).zero_()
+    return torch.stack([(zero if t is None else t.float()).expand(shape) for t in given])  # type: ignore[union-attr]
+
+
+def apply(
+    x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
+) -> Tensor:
+    if rows.cuts:
+        composed = compose(standard, rows, prod(x.shape[2:]), weight, bias)
+        given = x.contiguous()
+        y = torch.empty_like(given)
+        _run_on_cuts("cut_apply", x, rows, given, y, _stacked(x, rows, *composed))
+        return like(y, x, True)
+    x, last = dense(x)
+    n, r = x.shape[0], rows.number
+    if n * r >= _MANY_ROWS:
+        coefficients = _stacked(x, rows, *compose(standard, rows, prod(x.shape[2:]), weight, bias))
+    else:
+        coefficients = _floats(x, 3, n, r)
+        fixed = (
+            n, r, *[k for t in standard for k in strides(t)], *strides(weight), *strides(bias), 0, rows.parts,
+            standard.shift is not None, weight is not None, bias is not None, False, BLOCK,
+        )  # fmt: skip
+        given = (*standard, weight, bias, coefficients, *[None] * 5)
+        _run_on_rows("compose", ceil(n * r, BLOCK), fixed, *given, numbers=(0.0, 0.0))
+    y = torch.empty_like(x)
+    _run("apply", shape_of(x, rows, last), x, y, x, coefficients)
+    return y
+
+
+def strides(t: Tensor | None) -> tuple[int, int]:
+    """Of what broadcasts against ``[N, R]``, zero where it does."""
+    if t is None:
+        return 0, 0
+    each = [0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)]
+    return (0, each[0]) if len(each) == 1 else (each[0], each[1])
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    rows: Rows,
+    standard: Coefficients,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: tuple[bool, bool],
+) -> Gradients:
+    n, r, spatial = x.shape[0], rows.number, prod(x.shape[2:])
+    center, scale, shift = standard
+    total = sums(dy, x, rows, center)
+    if n * r >= _MANY_ROWS or rows.cuts:
+        return on_rows.through_affine(total[0], total[1], rows, spatial, standard, weight, bias, wanted)
+    each = n > _TALL or any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
+    per = 64 if each else n
+    out, columns = _floats(x, 4, n, r), _floats(x, 2, *([n, r] if each else [r]))
+    fixed = (
+        0, 0, n, r, per, *strides(scale), *strides(shift), *strides(weight), rows.parts, shift is not None,
+        weight is not None, each, 1, 1, 1, True, min(power(n), 64), 16,
+    )  # fmt: skip
+    given = (total, scale, shift, weight, out[3], None, *out[:3], *columns)
+    _run_on_rows("through_affine", ceil(r, 16) * ceil(n, per), fixed, *given)
+    found = [
+        None if t is None or not w else like_affine(rows.to_channels(column, spatial), t)
+        for t, w, column in zip((weight, bias), wanted, columns, strict=True)
+    ]
+    return Gradients(out[0], out[1], out[2], out[3], *found)
+
+
+def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
+    """Mean and variance of every pool."""
+    n, r = stats.shape[1:]
+    groups, batch = plan.groups, plan.pool.over_batch
+    if plan.trivial or not plan.simple or too_large(n, r, groups, batch) or not stats.numel():
+        return plan.stacked_statistics(stats, size)
+    out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)
+    mean, var = out.unbind()
+    name, programs, fixed = pool_launch(n, r, groups, batch)
+    _run_on_rows(name, programs, (0, *fixed), stats, mean, var)
+    return Pooled(mean, var, n * r // mean.numel() * size, out)
+
+
+def too_large(n: int, r: int, groups: int, batch: bool) -> bool:
+    """Whether a pool is one for torch's sums, which take more programs."""
+    return n * r > _LONG * (groups if batch else n * groups) or too_many(n if batch else 1, n * r)
+
+
+def too_many(samples: int, rows: int) -> bool:
+    """Whether sums over the samples are torch's likewise, or 32 bits do not count the rows."""
+    return samples > _TALL or rows >= _MANY_ROWS
+
+
+def pool_launch(n: int, r: int, groups: int, batch: bool) -> tuple[str, int, tuple[Any, ...]]:
+    """The kernel of a pool on ``[N, R]``, its programs, and its arguments but for where the moments begin."""
+    width = r // groups
+    if batch and width == 1:
+        return "pool_columns", ceil(r, 16), (n, r, min(power(n), 128), 16)
+    samples = min(power(n), 32) if batch else 1
+    fixed = (n, r, groups, batch, samples, min(power(width), 1024 // samples))
+    return "pool_groups", groups if batch else n * groups, fixed
+
+
+def sum_runs(t: Tensor, counts: tuple[int, ...], batch: bool) -> Tensor | None:
+    """Sums over runs of ``counts`` rows of ``[N, R]``: of each sample, ``[N, G]``, or of all of them, ``[1, G]``.
+
+    None where ``t`` needs a gradient, or has more rows than 32 bits count.
+    """
+    if t.dtype != torch.float32 or t.numel() >= _MANY_ROWS or (t.requires_grad and torch.is_grad_enabled()):
+        return None
+    t, (n, r), groups = t.contiguous(), t.shape, len(counts)
+    samples = min(power(n), 32) if batch else 1
+    out = _floats(t, 1 if batch else n, groups)
+    fixed = (n, r, groups, batch, samples, min(power(max(counts)), 1024 // samples))
+    _run_on_rows("cut_total", out.numel(), fixed, t, out, firsts(counts, t.device))
+    return out
+
+
+@remembered
+def firsts(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where runs begin, and where the last one ends."""
+    return torch.tensor((0, *accumulate(counts)), dtype=torch.int32, device=device)
+
+
+def back_through_pools(
+    plans: Sequence[Plan],
+    gradients: Sequence[tuple[Tensor | None, Tensor | None]],
+    pooled: Sequence[Pooled],
+    stats: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """From gradients at the statistics of pools to offset and slope of ``dx`` for every row."""
+    n, r = stats.shape[1:]
+    simple = stats.numel() and n * r < _MANY_ROWS and all(plan.simple for plan in plans)
+    if not simple or all(g is None for pair in gradients for g in pair):
+        return plans_of_pools.back_through_pools(plans, gradients, pooled, stats)
+    out, more = torch.empty((3, n, r), dtype=torch.float32, device=stats.device), False
+    for plan, (d_mean, d_var), seen in zip(plans, gradients, pooled, strict=True):
+        if d_mean is None and d_var is None:
+            continue
+        assert not isinstance(seen.count, Tensor)
+        fixed = (
+            0, 0, n, r, plan.groups, 0 if plan.pool.over_batch else plan.groups, *strides(d_mean), *strides(d_var),
+            d_mean is not None, d_var is not None, plan.trivial, more, False, BLOCK,
+        )  # fmt: skip
+        given = (stats, out, seen.mean, d_mean, d_var)
+        _run_on_rows("back", ceil(n * r, BLOCK), fixed, *given, numbers=(float(max(seen.count, 1)),))
+        more = True
+    return out[2], out[0]
+
+
+def move_running(
+    mean: Tensor, var: Tensor, batches: Tensor, seen: Pooled, momentum: float | None, total: bool, last: bool
+) -> None:
+    """Move running statistics ``[G]``, float32, and count the batch with the ``last`` of them."""
+    segments, groups = seen.mean.shape
+    each = isinstance(seen.count, Tensor)
+    places = strides(seen.count) if isinstance(seen.count, Tensor) else (0, 0)
+    fixed = (segments, groups, *places, each, momentum is None, total, last, min(power(groups), 1024))
+    seen_mean, seen_var = seen.mean.contiguous(), seen.var.contiguous()
+    given = (seen_mean, seen_var, seen.count if each else None, mean, var, batches)
+    numbers = (0.0 if momentum is None else float(momentum), 1.0 if each else float(seen.count))
+    _run_on_rows("move", 1, fixed, *given, numbers=numbers)  # type: ignore[arg-type]
+
+
+def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
+    """SparsestMax along the last axis, or its logarithm, and the derivative, ``[..., K, K]``."""
+    point, k = point.contiguous(), point.shape[-1]
+    out, slopes, points = torch.empty_like(point), point.new_empty((*point.shape, k)), point.numel() // k
+    together = 4 if k <= 4 else 1
+    fixed = (points, (16 * torch.finfo(torch.float32).eps) ** 2, k, together, power(k), log)
+    _run_on_rows("sparsest", ceil(points, together), fixed, point, radius.contiguous(), out, slopes)
+    return out, slopes
+
+
+def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
+    if rows.cuts:
+        out = _floats(x, 2, x.shape[0], rows.number)
+        given = (dy.contiguous(), x.contiguous(), out, _stacked(x, rows, center))
+        _run_on_cuts("cut_sums", x, rows, *given)
+        return out
+    x, last = dense(x)
+    dy = like(dy, x, last)
+    shape = shape_of(x, rows, last)
+    out = _floats(x, 2, shape.n, shape.width)
+    _run("sums", shape, dy, x, x, x, out, _stacked(x, rows, center), _parted(x, shape))
+    return out
+
+
+def input_gradient(
+    dy: Tensor | None,
+    x: Tensor,
+    rows: Rows,
+    scale: Tensor | None,
+    offset: Tensor | None,
+    slope: Tensor | None,
+    mean: Tensor,
+) -> Tensor:
+    about = None if slope is None else mean
+    if rows.cuts:
+        given = x.contiguous()
+        dx = torch.empty_like(given)
+        beside = given if dy is None else dy.contiguous()
+        _run_on_cuts(
+            "cut_gradient", x, rows, beside, given, dx, _stacked(x, rows, scale, slope, about, offset)
+        )
+        return like(dx, x, True)
+    x, last = dense(x)
+    dy = x if dy is None else like(dy, x, last)  # with no scale it counts for nothing
+    dx = torch.empty_like(x)
+    coefficients = _stacked(x, rows, scale, slope, about, offset)
+    _run("gradient", shape_of(x, rows, last), dy, x, x, dx, coefficients, coefficients)
+    return dx

@@ -1,0 +1,277 @@
+"""Layers with statistics over the batch.
+
+Arguments are torch's where torch has the layer. ``momentum`` is the share of the new batch everywhere; papers of the
+switchable family write the share that is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Proxy
+
+from ..statistics.kalman import Kalman
+from ..statistics.pools import Pool, batch, batch_group
+from ..statistics.renorm import Renorm
+from ..statistics.single import Single
+from .checks import as_node, check_input
+from .norm import Norm
+
+
+class BatchNorm(Norm):
+    """Batch norm: one mean and variance a channel, over the batch and space. State dicts are torch's."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, batch, affine, eps=eps, momentum=momentum, track_running_stats=track_running_stats,
+            ghost=ghost, device=device, dtype=dtype,
+            act=act,
+        )  # fmt: skip
+
+
+class BatchGroupNorm(Norm):
+    """Batch group norm: the merged channel and space axis in ``num_groups`` runs, each normalized over the batch.
+
+    ``num_groups`` may exceed the channels (strips of a channel) and need not divide anything (nearly equal runs).
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_groups: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, batch_group(num_groups, ghost), affine, eps=eps, momentum=momentum,
+            track_running_stats=track_running_stats, device=device, dtype=dtype, act=act,
+        )  # fmt: skip
+
+
+class GhostBatchGroupNorm(Norm):
+    """Statistics of ``ghost`` samples and a group of channels at a time (Summers and Dinneen's generalisation).
+
+    One sample is group norm, the whole batch (None) with a group a channel is batch norm. At evaluation the example's
+    own statistics enter with ``example_weight``.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_groups: int = 32,
+        ghost: int | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.01,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        example_weight: float = 0.0,
+        act: str | None = None,
+    ) -> None:
+        statistics = Single(Pool("group", True, num_groups, ghost), example_weight, total=True)
+        super().__init__(
+            num_features, statistics, affine, eps=eps, momentum=momentum, track_running_stats=track_running_stats,
+            device=device, dtype=dtype, act=act,
+        )  # fmt: skip
+
+
+class BatchRenorm(Norm):
+    """Batch renormalization: batch statistics corrected towards the running ones, within bounds that a schedule opens.
+
+    Batch norm exactly for the first ``warmup`` batches; then the bounds grow linearly, of the ratio to ``r_max`` at
+    batch ``r_steps`` and of the shift to ``d_max`` at ``d_steps``.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.01,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        r_max: float = 3.0,
+        d_max: float = 5.0,
+        warmup: int = 5000,
+        r_steps: int = 40000,
+        d_steps: int = 25000,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, Renorm(r_max, d_max, warmup, r_steps, d_steps, ghost), affine, eps=eps, momentum=momentum,
+            device=device, dtype=dtype, act=act,
+        )  # fmt: skip
+
+
+class KalmanNorm(Norm):
+    """Batch Kalman normalization, diagonal form: ``layer(x, prior)`` with a prior predicted from the layer before.
+
+    After a call in training ``layer.posterior`` holds the statistics it normalized with; :func:`normlab.predict`
+    carries them through the next convolution and gives the next layer's prior. Without a prior it is batch norm. Of
+    ghost batches the posterior is the average.
+    """
+
+    posterior: tuple[Tensor, Tensor] | None
+
+    def __init__(
+        self,
+        num_features: int,
+        gain: float = 0.1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            Kalman(gain),
+            affine,
+            eps=eps,
+            momentum=momentum,
+            ghost=ghost,
+            device=device,
+            dtype=dtype,
+            act=act,
+        )
+        self.posterior = None
+
+    def forward(self, x: Tensor, prior: tuple[Tensor, Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        if isinstance(x, Proxy):
+            return as_node(self, x, {"prior": prior})
+        check_input(self, x)
+        if prior is None:
+            return self._run(x, None, 0, None)
+        if not isinstance(prior, (tuple, list)):
+            raise TypeError(
+                f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}"
+            )
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in prior]
+        if shapes != [(self.num_features,)] * 2:
+            raise ValueError(
+                f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}"
+            )
+        return self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ())
+
+    def _observe(self, seen: Any, segments: Any, x: Tensor) -> None:
+        pooled = seen[0]
+        self.posterior = tuple(t.detach().mean(0).to(x.dtype) for t in (pooled.mean, pooled.var))  # type: ignore[assignment]
+        super()._observe(seen, segments, x)
+
+
+class BatchNorm1d(BatchNorm):
+    """:class:`BatchNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class BatchNorm2d(BatchNorm):
+    """:class:`BatchNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class BatchNorm3d(BatchNorm):
+    """:class:`BatchNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class BatchGroupNorm1d(BatchGroupNorm):
+    """:class:`BatchGroupNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class BatchGroupNorm2d(BatchGroupNorm):
+    """:class:`BatchGroupNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class BatchGroupNorm3d(BatchGroupNorm):
+    """:class:`BatchGroupNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class GhostBatchGroupNorm1d(GhostBatchGroupNorm):
+    """:class:`GhostBatchGroupNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class GhostBatchGroupNorm2d(GhostBatchGroupNorm):
+    """:class:`GhostBatchGroupNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class GhostBatchGroupNorm3d(GhostBatchGroupNorm):
+    """:class:`GhostBatchGroupNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class BatchRenorm1d(BatchRenorm):
+    """:class:`BatchRenorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class BatchRenorm2d(BatchRenorm):
+    """:class:`BatchRenorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class BatchRenorm3d(BatchRenorm):
+    """:class:`BatchRenorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class KalmanNorm1d(KalmanNorm):
+    """:class:`KalmanNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class KalmanNorm2d(KalmanNorm):
+    """:class:`KalmanNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class KalmanNorm3d(KalmanNorm):
+    """:class:`KalmanNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3

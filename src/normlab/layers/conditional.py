@@ -1,0 +1,216 @@
+"""Layers with an affine map for each class or branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..statistics.pools import batch, instance
+from .norm import Norm
+
+
+class ConditionalBatchNorm(Norm):
+    """Categorical conditional batch norm: batch statistics, an affine map for each class. ``layer(x, label)``."""
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init_std: float = 0.0,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, batch, "class", num_classes=num_classes, eps=eps, momentum=momentum,
+            track_running_stats=track_running_stats, init_std=init_std, ghost=ghost, device=device, dtype=dtype,
+            act=act,
+        )  # fmt: skip
+
+
+class SandwichBatchNorm(Norm):
+    """Sandwich batch norm: batch statistics, a shared affine map, then one for each class. ``layer(x, label)``."""
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init_std: float = 0.0,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, batch, "sandwich_class", num_classes=num_classes, eps=eps, momentum=momentum,
+            track_running_stats=track_running_stats, init_std=init_std, ghost=ghost, device=device, dtype=dtype,
+            act=act,
+        )  # fmt: skip
+
+
+class AuxiliaryBatchNorm(Norm):
+    """Separated batch norms: statistics and affine map for each branch. ``layer(x, "aux")``.
+
+    ``shared_affine`` keeps the statistics apart and the affine map in common.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        branches: Sequence[str] = ("main", "aux"),
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        shared_affine: bool = False,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        kind = "none" if not affine else "shared" if shared_affine else "branch"
+        super().__init__(
+            num_features, batch, kind, branches=branches, eps=eps, momentum=momentum,
+            track_running_stats=track_running_stats, ghost=ghost, device=device, dtype=dtype,
+            act=act,
+        )  # fmt: skip
+
+
+class SandwichAuxiliaryBatchNorm(Norm):
+    """Separated statistics, a shared affine map, then one for each branch. ``layer(x, "aux")``."""
+
+    def __init__(
+        self,
+        num_features: int,
+        branches: Sequence[str] = ("main", "aux"),
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init_std: float = 0.0,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, batch, "sandwich_branch", branches=branches, eps=eps, momentum=momentum,
+            track_running_stats=track_running_stats, init_std=init_std, ghost=ghost, device=device, dtype=dtype,
+            act=act,
+        )  # fmt: skip
+
+
+class ConditionalInstanceNorm(Norm):
+    """Conditional instance norm: instance statistics, an affine map for each class. ``layer(x, label)``."""
+
+    def __init__(
+        self, num_features: int, num_classes: int, eps: float = 1e-5, device: Any = None,
+        dtype: torch.dtype | None = None, *, init_std: float = 0.0,
+        act: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_features, instance, "class", num_classes=num_classes, eps=eps, init_std=init_std, device=device,
+            dtype=dtype, act=act,
+        )  # fmt: skip
+
+
+class ConditionalBatchNorm1d(ConditionalBatchNorm):
+    """:class:`ConditionalBatchNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class ConditionalBatchNorm2d(ConditionalBatchNorm):
+    """:class:`ConditionalBatchNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class ConditionalBatchNorm3d(ConditionalBatchNorm):
+    """:class:`ConditionalBatchNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class SandwichBatchNorm1d(SandwichBatchNorm):
+    """:class:`SandwichBatchNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class SandwichBatchNorm2d(SandwichBatchNorm):
+    """:class:`SandwichBatchNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class SandwichBatchNorm3d(SandwichBatchNorm):
+    """:class:`SandwichBatchNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class AuxiliaryBatchNorm1d(AuxiliaryBatchNorm):
+    """:class:`AuxiliaryBatchNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class AuxiliaryBatchNorm2d(AuxiliaryBatchNorm):
+    """:class:`AuxiliaryBatchNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class AuxiliaryBatchNorm3d(AuxiliaryBatchNorm):
+    """:class:`AuxiliaryBatchNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class SandwichAuxiliaryBatchNorm1d(SandwichAuxiliaryBatchNorm):
+    """:class:`SandwichAuxiliaryBatchNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class SandwichAuxiliaryBatchNorm2d(SandwichAuxiliaryBatchNorm):
+    """:class:`SandwichAuxiliaryBatchNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class SandwichAuxiliaryBatchNorm3d(SandwichAuxiliaryBatchNorm):
+    """:class:`SandwichAuxiliaryBatchNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class ConditionalInstanceNorm1d(ConditionalInstanceNorm):
+    """:class:`ConditionalInstanceNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class ConditionalInstanceNorm2d(ConditionalInstanceNorm):
+    """:class:`ConditionalInstanceNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class ConditionalInstanceNorm3d(ConditionalInstanceNorm):
+    """:class:`ConditionalInstanceNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3

@@ -1,0 +1,187 @@
+"""Layers that learn which statistics to use: switchable, sparse switchable and mode norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..statistics.mixture import Mixture
+from ..statistics.modes import Modes
+from ..statistics.pools import Pool
+from .norm import Norm
+
+
+class SwitchNorm(Norm):
+    """Switchable norm: a learned mixture of pools, one softmax for the means and one for the variances.
+
+    Args:
+        pools: any pools; without ``"batch"`` for batches of one image.
+        last_gamma: start the weight at zero, for the last norm of a residual block.
+        groups: channel groups with mixture weights of their own (group SN).
+        moving_average: False tracks the average of all batches since the start with the total variance. Those of old
+            weights are among them: run :func:`normlab.calibrate` before evaluating.
+    """
+
+    _pools: tuple[str, ...] = ("instance", "layer", "batch")
+    _weighting = "softmax"
+
+    def __init__(
+        self,
+        num_features: int,
+        pools: Sequence[str | Pool] | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        last_gamma: bool = False,
+        groups: int = 1,
+        moving_average: bool = True,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        statistics = Mixture.of(
+            self._pools if pools is None else pools,
+            groups=groups,
+            weighting=self._weighting,
+            average="moving" if moving_average else "batch",
+        )
+        super().__init__(
+            num_features, statistics, affine, eps=eps, momentum=momentum, track_running_stats=track_running_stats,
+            ghost=ghost, device=device, dtype=dtype,
+            act=act,
+        )  # fmt: skip
+        self.last_gamma = last_gamma
+        if last_gamma:
+            if not affine:
+                raise ValueError("last_gamma=True starts the weight at zero and needs affine=True")
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.last_gamma and self.weight is not None:
+            nn.init.zeros_(self.weight)
+
+    def importance(self) -> dict[str, tuple[float, float]]:
+        """The weight of each pool in the mean and in the variance; averaged over groups of weights."""
+        assert isinstance(self.statistics, Mixture)
+        return self.statistics.importance(self._learned_values())
+
+    @torch.no_grad()
+    def harden(self) -> None:
+        """Put all weight on the largest, for means and variances each, and stop learning the mixture (sparse SN)."""
+        assert isinstance(self.statistics, Mixture)
+        for name in ("mean_weight", "var_weight"):
+            logits = getattr(self, name)
+            best = logits.argmax(0, keepdim=True)
+            # Far enough apart that softmax is one-hot exactly; finite, so that weight decay cannot make it NaN.
+            logits.fill_(-1e4).scatter_(0, best, 0)
+            logits.requires_grad_(False)
+
+
+class SparseSwitchNorm(SwitchNorm):
+    """Sparse switchable norm: SparsestMax in place of softmax; one-hot in the end, by a radius that grows.
+
+    Call ``set_radius(progress)`` (or :func:`normlab.set_radius` for a whole model) with the share of training done.
+    """
+
+    _weighting = "sparsestmax"
+
+    @torch.no_grad()
+    def set_radius(self, radius: float) -> None:
+        """The radius in [0, 1]. A mixture that has become one-hot is stored so and no longer learned."""
+        if not 0 <= radius <= 1:
+            raise ValueError(f"radius is {radius}; it is the share of training done, between 0 and 1")
+        assert isinstance(self.statistics, Mixture)
+        self.radius.fill_(radius)  # type: ignore[union-attr]
+        weights = self.statistics.weights(self._learned_values())
+        for name, w in zip(("mean_weight", "var_weight"), weights, strict=True):
+            logits = getattr(self, name)
+            if logits.requires_grad and bool((w.amax(0) > 1 - 1e-6).all()):
+                logits.copy_(w.round())
+                logits.requires_grad_(False)
+                logits.grad = None
+
+
+class ModeNorm(Norm):
+    """Mode normalization: a gate assigns samples softly to ``num_modes`` modes, each with its own statistics."""
+
+    def __init__(
+        self,
+        num_features: int,
+        num_modes: int = 2,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ghost: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, Modes(num_modes, ghost), affine, eps=eps, momentum=momentum,
+            track_running_stats=track_running_stats, device=device, dtype=dtype, act=act,
+        )  # fmt: skip
+
+
+class SwitchNorm1d(SwitchNorm):
+    """:class:`SwitchNorm` over ``[N, C] or [N, C, L]``. Pools are ``("layer", "batch")`` unless given."""
+
+    dims = 1
+    _pools = ("layer", "batch")
+
+
+class SwitchNorm2d(SwitchNorm):
+    """:class:`SwitchNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class SwitchNorm3d(SwitchNorm):
+    """:class:`SwitchNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class SparseSwitchNorm1d(SparseSwitchNorm):
+    """:class:`SparseSwitchNorm` over ``[N, C] or [N, C, L]``. Pools are ``("layer", "batch")`` unless given."""
+
+    dims = 1
+    _pools = ("layer", "batch")
+
+
+class SparseSwitchNorm2d(SparseSwitchNorm):
+    """:class:`SparseSwitchNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class SparseSwitchNorm3d(SparseSwitchNorm):
+    """:class:`SparseSwitchNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class ModeNorm1d(ModeNorm):
+    """:class:`ModeNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class ModeNorm2d(ModeNorm):
+    """:class:`ModeNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class ModeNorm3d(ModeNorm):
+    """:class:`ModeNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3

@@ -1,0 +1,147 @@
+"""Layers with statistics within each sample. Arguments are torch's where torch has the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..statistics.pools import Pool, group, instance, layer
+from ..statistics.positional import Positional
+from .norm import Norm
+
+
+class InstanceNorm(Norm):
+    """Instance norm: one mean and variance for each channel of each sample.
+
+    As in torch, there is no affine map and nothing is tracked unless asked for. With ``track_running_stats`` the
+    average of the samples' statistics is tracked and used in evaluation.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
+    ) -> None:
+        # Tracked instance statistics are ghost batches of one sample.
+        pool = Pool("channel", True, ghost=1) if track_running_stats else instance
+        super().__init__(
+            num_features, pool, affine, eps=eps, momentum=momentum, device=device, dtype=dtype, act=act
+        )
+
+
+class LayerNorm(Norm):
+    """Layer norm of the papers: one mean and variance a sample, over channels and space; affine map a channel."""
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, layer, affine, eps=eps, device=device, dtype=dtype, act=act)
+
+
+class GroupNorm(Norm):
+    """Group norm: one mean and variance for each group of channels of each sample."""
+
+    def __init__(
+        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_channels, group(num_groups), affine, eps=eps, device=device, dtype=dtype, act=act
+        )
+
+
+class PositionalNorm(Norm):
+    """Positional norm: one mean and variance at each position, over the channels; affine map a channel."""
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, Positional(), affine, eps=eps, device=device, dtype=dtype, act=act)
+
+
+class InstanceNorm1d(InstanceNorm):
+    """:class:`InstanceNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class InstanceNorm2d(InstanceNorm):
+    """:class:`InstanceNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class InstanceNorm3d(InstanceNorm):
+    """:class:`InstanceNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class LayerNorm1d(LayerNorm):
+    """:class:`LayerNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class LayerNorm2d(LayerNorm):
+    """:class:`LayerNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class LayerNorm3d(LayerNorm):
+    """:class:`LayerNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class GroupNorm1d(GroupNorm):
+    """:class:`GroupNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class GroupNorm2d(GroupNorm):
+    """:class:`GroupNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class GroupNorm3d(GroupNorm):
+    """:class:`GroupNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class PositionalNorm1d(PositionalNorm):
+    """:class:`PositionalNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class PositionalNorm2d(PositionalNorm):
+    """:class:`PositionalNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class PositionalNorm3d(PositionalNorm):
+    """:class:`PositionalNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3

@@ -1,0 +1,124 @@
+"""Layers whose affine map comes from a style or from the sample itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..statistics.base import Statistics
+from ..statistics.pools import Pool, instance
+from .names import parse_statistics
+from .norm import Norm
+
+
+class AdaptiveInstanceNorm(Norm):
+    """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(num_features, instance, "style", eps=eps, device=device, dtype=dtype, act=act)
+
+
+class SandwichAdaptiveInstanceNorm(Norm):
+    """Adaptive instance norm with a shared affine map before the style's. ``layer(content, style)``."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, instance, "sandwich_style", eps=eps, device=device, dtype=dtype, act=act
+        )
+
+
+class InstanceLevelMetaNorm(Norm):
+    """Instance-level meta norm: the affine map is predicted from the sample's own moments.
+
+    ``statistics`` is ``"instance"``, ``"layer"``, ``"group(32)"`` or any other. With ``style=True`` the prediction is
+    added to the style's deviation and mean, ``layer(content, style)``. The weight starts near 1.5: one, and the
+    sigmoid's half.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        statistics: str | Pool | Statistics = "instance",
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        key_size: int = 16,
+        style: bool = False,
+        act: str | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, parse_statistics(statistics), "style_predicted" if style else "predicted", eps=eps,
+            key_size=key_size, device=device, dtype=dtype, act=act,
+        )  # fmt: skip
+
+
+class AdaptiveInstanceNorm1d(AdaptiveInstanceNorm):
+    """:class:`AdaptiveInstanceNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class AdaptiveInstanceNorm2d(AdaptiveInstanceNorm):
+    """:class:`AdaptiveInstanceNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class AdaptiveInstanceNorm3d(AdaptiveInstanceNorm):
+    """:class:`AdaptiveInstanceNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class SandwichAdaptiveInstanceNorm1d(SandwichAdaptiveInstanceNorm):
+    """:class:`SandwichAdaptiveInstanceNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class SandwichAdaptiveInstanceNorm2d(SandwichAdaptiveInstanceNorm):
+    """:class:`SandwichAdaptiveInstanceNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class SandwichAdaptiveInstanceNorm3d(SandwichAdaptiveInstanceNorm):
+    """:class:`SandwichAdaptiveInstanceNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3
+
+
+class InstanceLevelMetaNorm1d(InstanceLevelMetaNorm):
+    """:class:`InstanceLevelMetaNorm` over ``[N, C] or [N, C, L]``."""
+
+    dims = 1
+
+
+class InstanceLevelMetaNorm2d(InstanceLevelMetaNorm):
+    """:class:`InstanceLevelMetaNorm` over ``[N, C, H, W]``."""
+
+    dims = 2
+
+
+class InstanceLevelMetaNorm3d(InstanceLevelMetaNorm):
+    """:class:`InstanceLevelMetaNorm` over ``[N, C, T, H, W]``."""
+
+    dims = 3

@@ -1,0 +1,1 @@
+"""What acts on whole models: conversion, folding, fusing, calibration, routing, state."""

@@ -1,0 +1,221 @@
+"""Re-estimating running statistics on data: batch average with the total variance.
+
+``calibrate(model, loader)`` after training replaces the moving average; on a target domain's loader it is AdaBN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..engine.messages import check_model, check_number
+from ..engine.numerics import widest
+from ..layers.norm import Norm
+from ..layers.running_state import set_run_shape
+from ..statistics.across_ranks import gather_statistics, sum_over_ranks
+from ..statistics.plans import Pooled, Segments
+from ..statistics.renorm import Renorm
+from ..statistics.running import Policy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Observer", "averaging", "calibrate", "estimate"]
+
+
+class Observer:
+    """Collects what one layer's batches showed, as if all samples had been one batch."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # mean, var, count: [branches or 1, G]
+        self.batches: Tensor | None = None  # [branches or 1]
+        self.shape: tuple[int, ...] | None = None
+
+    def __call__(
+        self,
+        layer: Norm,
+        seen: Sequence[Pooled | None],
+        segments: Sequence[Segments],
+        shape: tuple[int, ...],
+    ) -> None:
+        if hasattr(layer, "run_shape") and self.shape not in (None, shape):
+            raise ValueError(
+                f"calibrating {type(layer).__name__}, whose groups cross channels, needs one resolution; "
+                f"got {list(self.shape or ())} and {list(shape)}"
+            )
+        self.shape = shape
+        branches = 1 if layer.branches is None else len(layer.branches)
+        present = None
+        for names, pooled, s in zip(layer._buffers_of, seen, segments, strict=True):
+            if names is None or pooled is None:
+                continue
+            dtype = widest(pooled.mean.device)
+            mean, var = pooled.mean.detach().to(dtype), pooled.var.detach().to(dtype)
+            count = torch.as_tensor(pooled.count, device=mean.device).detach().to(dtype).expand_as(mean)
+            of = s.branch
+            of = torch.full((mean.shape[0],), of, device=mean.device) if isinstance(of, int) else of
+            for i in range(
+                mean.shape[0]
+            ):  # a segment at a time: their means differ, and that counts as variance
+                row = of[i : i + 1]
+                part = tuple(_place(t[i : i + 1], row, branches) for t in (mean, var, count))
+                self.totals[names[0]] = merge(self.totals.get(names[0]), part)  # type: ignore[arg-type]
+            present = mean.new_zeros(branches).index_add(0, of, count.sum(1)) > 0
+        if present is not None:
+            self.batches = present.long() if self.batches is None else self.batches + present
+
+
+def _place(t: Tensor, row: Tensor, branches: int) -> Tensor:  # [1, G] to [branches, G], zero elsewhere
+    return t.new_zeros(branches, t.shape[1]).index_add(0, row, t)
+
+
+def merge(
+    total: tuple[Tensor, Tensor, Tensor] | None, part: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and count of the union; counts may be soft, so less than one."""
+    if total is None:
+        return part
+    mean, var, count = total
+    whole = count + part[2]
+    share = part[2] / whole.clamp_min(torch.finfo(whole.dtype).tiny)
+    apart = part[0] - mean
+    var = var + share * (part[1] - var) + share * (1 - share) * apart.square()
+    return mean + share * apart, var, whole
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    batches: int | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    process_group: ProcessGroup | None = None,
+) -> nn.Module:
+    """Set every running statistic to the mean and total variance of ``loader``'s data under the model as it is.
+
+    Layers normalize with batch statistics while data run through, everything else is in evaluation mode, and modes are
+    put back. Buffers are written at the end, all at once: an interrupted call changes nothing. With
+    ``torch.distributed`` initialized (or ``process_group`` given), all ranks end with the same statistics, those of all
+    ranks' data.
+
+    Args:
+        loader: batches; of a tuple or list the first element is the input, and a dict is passed as keywords.
+        batches: how many at most.
+        forward: ``forward(model, batch)`` to run a batch otherwise, for example under :func:`normlab.route`.
+
+    >>> import torch, normlab
+    >>> model = torch.nn.Sequential(normlab.BatchNorm1d(3))
+    >>> data = [torch.randn(64, 3) + 5 for _ in range(20)]
+    >>> _ = calibrate(model, data)
+    >>> bool((model[0].running_mean - torch.cat(data).mean(0)).abs().max() < 1e-5)
+    True
+    """
+    check_model(model, "calibrate")
+    if isinstance(loader, Tensor) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        one = "; for one batch pass [batch]" if isinstance(loader, Tensor) else ""
+        raise TypeError(f"calibrate() takes a loader, which gives batches; got {type(loader).__name__}{one}")
+    if batches is not None:
+        check_number(batches, "batches")
+    if any(isinstance(m, _BatchNorm) for m in model.modules()):
+        raise TypeError(
+            "calibrate() reaches normlab layers and this model has torch batch norm; call convert(model, 'batch') "
+            "first (undo(model) or fold(model) gives torch layers back)"
+        )
+    layers = [m for m in model.modules() if isinstance(m, Norm) and m.track_running_stats]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no normalization layer with running statistics")
+    if batches is not None:
+        loader = (batch for _, batch in zip(range(batches), loader, strict=False))
+    estimate(model, layers, loader, forward or _default_forward, process_group)
+    return model
+
+
+def averaging(model: nn.Module) -> list[Norm]:
+    """Layers whose running statistics are the average of all batches, and so of weights of long ago.
+
+    Without those of batch renorm, which trains by them, and without those that are not to change.
+    """
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, Norm) and m.track_running_stats and m._share() is None and m.policy.update
+        and not isinstance(m.statistics, Renorm)
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def estimate(
+    model: nn.Module,
+    layers: Sequence[Norm],
+    loader: Iterable[Any],
+    run: Callable[[nn.Module, Any], Any],
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Calibrate some layers; the others are in evaluation mode."""
+    modes = [(m, m.training) for m in model.modules()]
+    before = [layer.policy for layer in layers]
+    observers = [Observer() for _ in layers]
+    try:
+        model.eval()
+        for layer, observer in zip(layers, observers, strict=True):
+            layer.policy, layer.observer = Policy(normalize_with="batch", update=True), observer
+        seen = 0
+        for batch in loader:
+            run(model, batch)
+            seen += 1
+        group = process_group
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        place = layers[0].get_buffer("running_mean").device
+        if not (seen if group is None else int(sum_over_ranks(torch.tensor([seen], device=place), group))):
+            raise ValueError("the loader gave no batch, so there is nothing to calibrate with")
+        for layer, observer in zip(layers, observers, strict=True):
+            _write(layer, observer, group)
+    finally:
+        for layer, policy in zip(layers, before, strict=True):
+            layer.policy, layer.observer = policy, None
+        for module, mode in modes:
+            module.training = mode
+
+
+def _default_forward(model: nn.Module, batch: Any) -> Any:
+    place = next((t for t in (*model.parameters(), *model.buffers())), None)
+    move = (lambda t: t) if place is None else (lambda t: t.to(place.device) if isinstance(t, Tensor) else t)
+    if isinstance(batch, dict):
+        return model(**{k: move(v) for k, v in batch.items()})
+    return model(move(batch[0] if isinstance(batch, (tuple, list)) else batch))
+
+
+def _write(layer: Norm, observer: Observer, group: ProcessGroup | None) -> None:
+    group = (
+        None if layer.process_group is not None else group
+    )  # synchronized layers saw all ranks' data already
+    counter = layer.get_buffer("num_batches_tracked")
+    batches = observer.batches
+    batches = torch.zeros_like(counter) if batches is None else batches.reshape(counter.shape)
+    if group is not None:
+        batches = sum_over_ranks(batches, group)
+    for names in layer._buffers_of:
+        if names is None:
+            continue
+        stored_mean, stored_var = (layer.get_buffer(n) for n in names)
+        total = observer.totals.get(names[0])
+        if total is None:  # nothing here; other ranks may have seen something
+            nothing = stored_mean.new_zeros(stored_mean.shape, dtype=widest(stored_mean.device))
+            total = (nothing.reshape(max(counter.numel(), 1), -1),) * 3
+        mean, var, count = total
+        if group is not None:
+            mean, var, count = gather_statistics(mean, var, count, group)
+        var = var * count / (count - 1).clamp_min(1)
+        for stored, new in ((stored_mean, mean), (stored_var, var)):
+            new = new.reshape(stored.shape).to(stored.dtype)
+            stored.copy_(torch.where(count.reshape(stored.shape) > 0, new, stored))
+    counter.copy_(torch.where(batches > 0, batches, counter))
+    if observer.shape is not None:
+        set_run_shape(layer, observer.shape)

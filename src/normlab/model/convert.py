@@ -1,0 +1,186 @@
+"""Swapping the normalization layers of any torch model, and swapping them back.
+
+New layers are all built before the first is put in place, so an error leaves the model as it was. What a conversion
+replaced travels on the new layer, outside of parameters and state dicts: undoing needs no names, and works on a deep
+copy, on a part of the model and inside any wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..engine.messages import check_model, words
+from .description import Plain, hooks_of, is_norm, read
+from .originals import Original, original_of, place_of
+from .report import Converted, Report, Skipped, nothing_to_convert
+from .targets import LayerMaker
+from .walk import Chosen, Only, carry_hooks, named, put
+from .weights import normalize_weights, restore_weight
+
+__all__ = ["NormAct", "convert", "undo"]
+
+
+class NormAct(nn.Module):
+    """A normalization layer, then dropout and activation: in place of a layer that did all three."""
+
+    def __init__(self, norm: nn.Module, drop: nn.Module, act: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.drop, self.act = norm, drop, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(self.norm(x)))
+
+
+def convert(
+    model: nn.Module,
+    to: str | Callable[..., nn.Module],
+    *,
+    only: Only = None,
+    keep: bool = True,
+    verbose: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Replace the normalization layers of ``model``, in place, and return it.
+
+    Device, dtype, mode, frozen parameters, eps, momentum and hooks are kept. Layers are known by exact type; what is
+    not known is left alone and listed in the :func:`report`. Make the optimizer afterwards: parameters are new.
+
+    Args:
+        to: a name of :data:`TARGETS`, or a function or class that makes a layer from the number of channels.
+        only: convert the layers whose qualified name matches this regular expression, or for which
+            ``only(name, module)`` is true.
+        keep: start out computing the same function, where the target can. False: parameters as constructed.
+        verbose: print the report.
+        options: arguments of the new layers, such as ``num_groups`` or ``num_classes``.
+
+    Returns:
+        the model; a model that is a normalization layer itself is replaced by what is returned.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    >>> convert(model, "group", num_groups=4)[1]
+    GroupNorm2d(8, statistics=group(4), affine=shared, eps=1e-05)
+    """
+    check_model(model, "convert")
+    maker, chosen = LayerMaker(to, options, keep), Chosen(only)
+    found = named(model, is_norm)
+    done = Report(f"{type(model).__name__} converted to {maker.title}")
+    made: dict[int, nn.Module] = {}
+    heirs: dict[int, nn.Parameter] = {}
+    for names, module in found:
+        if not chosen(names, module):
+            continue
+        source = read(module)
+        if isinstance(source, str):
+            done.skipped.append(Skipped(names[0], type(module).__name__, source))
+            continue
+        new, kept, notes = maker(module, source, *place_of(module, model))
+        _tie(new, module, heirs)
+        made[id(module)] = _finished(new, module, source, place_of(new, model))
+        done.converted.append(Converted(names[0], type(module).__name__, type(new).__name__, kept))
+        done.notes += notes
+        if len(names) > 1:
+            done.notes.append(f"{names[0]} is also {words(names[1:])}, and stays one layer")
+        if hooks_of(module):
+            done.notes.append(f"hooks of {names[0] or 'the model'} run on the new layer too")
+    if to == "weight":
+        normalize_weights(model, chosen, done)
+    if not done.converted:
+        raise ValueError(nothing_to_convert(model, found, done.skipped, chosen.given))
+    if any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        done.notes.append("DistributedDataParallel knows the old parameters only: convert first, then wrap")
+    model = put(model, made)
+    for module in model.modules():
+        module.__dict__.pop("_normlab_report", None)
+    model.__dict__["_normlab_report"] = done
+    if verbose:
+        print(done)
+    return model
+
+
+def undo(model: nn.Module) -> nn.Module:
+    """Put back the modules that :func:`convert` replaced, with the values they had; the first ones after several calls.
+
+    Mode, device and dtype follow the model, where it has been moved since.
+    """
+    check_model(model, "undo")
+    _check_values(model)
+    found = False
+    for module in list(model.modules()):
+        for key, child in module._modules.items():
+            if child is not None and original_of(child) is not None:
+                module._modules[key], found = _restored(child, model), True
+        weight = module.__dict__.pop("_normlab_weight", None)
+        if weight is not None:
+            restore_weight(module, weight)
+            found = True
+        module.__dict__.pop("_normlab_report", None)
+    if original_of(model) is not None:
+        return _restored(model, model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has nothing to undo: it was not converted, or undone already"
+        )
+    return model
+
+
+def convert_torch_batch_norm(model: nn.Module) -> nn.Module:
+    """Torch's batch norm layers as normlab's; a model without any is returned as it is."""
+    ours = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+    if not any(type(m) in ours for m in model.modules()):
+        return model
+    return convert(model, "batch", only=lambda name, module: type(module) in ours)
+
+
+def _finished(
+    new: nn.Module, module: nn.Module, source: Plain, place: tuple[torch.device, torch.dtype | None]
+) -> nn.Module:
+    """Mode, hooks, what followed inside the layer, and the way back."""
+    if source.after:
+        rest = deepcopy(dict(source.after))  # an activation may learn, and the old layer keeps its values
+        new = NormAct(new, rest.get("drop", nn.Identity()), rest.get("act", nn.Identity()))
+    for child in new.modules():
+        child.training = module.training
+    carry_hooks(new, module)
+    before = original_of(module)
+    new.__dict__["_normlab_original"] = Original(module, *place) if before is None else before
+    return new
+
+
+def _check_values(model: nn.Module) -> None:
+    """Refuse to undo a conversion on the meta device where the model has left it: there are no values to put back."""
+    for name, module in model.named_modules():
+        for key in ("_normlab_original", "_normlab_weight"):
+            before: Original | None = module.__dict__.get(key)
+            if before is None or before.device.type != "meta" or place_of(module, model)[0].type == "meta":
+                continue
+            raise ValueError(
+                f"undo() has no values to put back for {name or 'the model'!r}: it was converted on the meta device; "
+                "undo it before to_empty(), or convert it afterwards"
+            )
+
+
+def _restored(new: nn.Module, model: nn.Module) -> nn.Module:
+    before = original_of(new)
+    assert before is not None
+    device, dtype = place_of(new, model)
+    module: nn.Module = before.value
+    if device != before.device:
+        module.to(device)
+    if dtype is not None and dtype != before.dtype:
+        module.to(dtype)
+    return module.train(new.training)
+
+
+def _tie(new: nn.Module, old: nn.Module, heirs: dict[int, nn.Parameter]) -> None:
+    """Layers that shared a weight or a bias share it again; ``heirs`` are the new ones, by the id of the old."""
+    for name in ("weight", "bias"):
+        before, now = old._parameters.get(name), new._parameters.get(name)
+        if before is not None and now is not None and now.shape == before.shape:
+            new._parameters[name] = heirs.setdefault(id(before), now)

@@ -1,0 +1,181 @@
+"""Starting out as the same function: what a new layer takes over from the one it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.norm import Norm
+from ..layers.state_dict import complete_state
+from ..statistics.affine import compose
+from ..statistics.kalman import Kalman
+from ..statistics.mixture import Mixture
+from ..statistics.modes import Modes
+from ..statistics.pools import Pool
+from ..statistics.positional import Positional
+from ..statistics.renorm import Renorm
+from ..statistics.single import Single
+from .description import Plain, canonical, is_norm, read
+
+__all__ = ["NEW", "SAME", "SAME_IN_EVALUATION", "merge_tables", "take_over"]
+
+
+SAME, SAME_IN_EVALUATION, NEW = "same function", "same function in evaluation mode", "new function"
+
+
+@torch.no_grad()
+def take_over(new: nn.Module, old: nn.Module, source: Plain) -> tuple[str, list[str]]:
+    """Copy the old layer's values into the new one; say whether that makes the same function, and what to know."""
+    state = {
+        "weight": source.weight, "bias": source.bias, "running_mean": source.mean, "running_var": source.var,
+        "num_batches_tracked": source.batches,
+    }  # fmt: skip
+    given = {n: t.detach().clone() for n, t in state.items() if t is not None}
+    if not isinstance(new, Norm):
+        _fill(new, given)
+        return _kept_by_torch(new, source), []
+    if isinstance(old, Norm) and source.reason:
+        return _from_own(new, old), []
+    notes = []
+    place = _place_of(new, source)
+    if "running_mean" in given:
+        _regroup(new, given)
+    if isinstance(new.statistics, Renorm) and new.momentum is not None and not _renorm(old):
+        given["num_batches_tracked"] = torch.zeros((), dtype=torch.long)
+        notes.append("batch renorm counts batches from the conversion on")
+    complete_state(new, given, "")
+    if isinstance(new.statistics, Mixture):
+        notes += _choose(new, new.statistics, place, given)
+    _fill(new, given)
+    if new.track_running_stats and not source.tracked:
+        notes.append("running statistics start at mean 0 and variance 1: train, or call normlab.calibrate")
+    return _kept(new, source, place), notes
+
+
+def _renorm(layer: nn.Module) -> bool:
+    return isinstance(layer, Norm) and isinstance(layer.statistics, Renorm)
+
+
+def _fill(new: nn.Module, given: Mapping[str, Tensor]) -> None:
+    own = new.state_dict()
+    for name, value in given.items():
+        if name in own and own[name].shape == value.shape:
+            own[name].copy_(value)
+
+
+def _regroup(new: Norm, given: dict[str, Tensor]) -> None:
+    """Statistics of channels as those of the groups of channels that the new layer tracks."""
+    if not isinstance(new.statistics, Single) or not new.track_running_stats:
+        return
+    groups = new.statistics.pool.tracked(new.num_features)
+    mean, var = given.pop("running_mean"), given.pop("running_var")
+    if groups != new.num_features and new.num_features % groups == 0:
+        mean, var = mean.reshape(groups, -1), var.reshape(groups, -1)
+        mean, var = mean.mean(1), var.mean(1) + mean.var(1, correction=0)
+    if mean.shape[0] == groups:
+        given |= {"running_mean": mean, "running_var": var}
+
+
+def _choose(new: Norm, mixture: Mixture, place: int | None, given: dict[str, Tensor]) -> list[str]:
+    """All the weight on the pool that the old layer used; equal weights where there is none."""
+    for name in ("mean_weight", "var_weight"):
+        given.pop(name, None)
+    if place is None:
+        return []
+    given |= {n: mixture.one_hot_logits(place) for n in ("mean_weight", "var_weight")}
+    names = new._buffers_of[place]
+    if names is not None and names[0] != "running_mean" and "running_mean" in given:
+        given |= {names[0]: given.pop("running_mean"), names[1]: given.pop("running_var")}
+    if mixture.weighting == "softmax":
+        return ["the mixture starts on one pool and leaves it slowly; keep=False starts from equal weights"]
+    return ["a sparse mixture on one pool does not learn another; keep=False starts from equal weights"]
+
+
+def _place_of(new: Norm, source: Plain) -> int | None:
+    """Which of the new layer's pools is the old layer's, or can hold its running statistics."""
+    if source.pool is None:
+        return None
+    pools = [replace(canonical(p, new.num_features), ghost=None) for p in new.statistics.pools]
+    each = Pool("group", True, new.num_features)
+    for wanted in (replace(source.pool, ghost=None), each if source.mean is not None else None):
+        if wanted in pools:
+            return pools.index(wanted)
+    return None
+
+
+def _kept(new: Norm, source: Plain, place: int | None) -> str:
+    statistics = new.statistics
+    if new.eps != source.eps or {"style", "predicted"} & {*new.affine_terms}:
+        return NEW
+    if source.affine and not new.affine_terms:
+        return NEW
+    if isinstance(statistics, Positional):
+        return SAME if source.positional else NEW
+    if place is None or not isinstance(statistics, (Single, Mixture, Modes, Renorm, Kalman)):
+        return NEW
+    if isinstance(statistics, Single) and statistics.example_weight:
+        return NEW
+    pool = canonical(statistics.pools[place], new.num_features)
+    if not pool.over_batch:
+        return SAME
+    if new.track_running_stats != source.tracked:
+        return NEW
+    everywhere = source.trains and pool == source.pool and not isinstance(statistics, Modes)
+    everywhere = everywhere and not (isinstance(statistics, Renorm) and new.momentum is None)
+    return SAME if everywhere else SAME_IN_EVALUATION if source.tracked else NEW
+
+
+def _kept_by_torch(new: nn.Module, source: Plain) -> str:
+    made = read(new) if is_norm(new) else ""
+    if isinstance(made, str) or made.after or source.reason or made.eps != source.eps:
+        return NEW
+    if (made.positional, made.tracked, made.affine) != (source.positional, source.tracked, source.affine):
+        return NEW
+    if made.pool == source.pool:
+        return SAME if source.trains and made.policy == source.policy else SAME_IN_EVALUATION
+    each = Pool("group", True, source.channels)
+    return SAME_IN_EVALUATION if source.mean is not None and made.pool == each else NEW
+
+
+def _from_own(new: Norm, old: Norm) -> str:
+    """From one of normlab's layers to another, where one affine map and one set of statistics is not all there is."""
+    given = {n: t.detach().clone() for n, t in old.state_dict().items()}
+    terms, before = set(new.affine_terms), set(old.affine_terms)
+    merged = (
+        "shared" in before - terms and before - {"shared"} <= terms and bool(before & {"class", "branch"})
+    )
+    if merged:
+        given |= merge_tables(old)
+    _fill(new, given)
+    new._run_shape = old._run_shape if new.statistics == old.statistics else None
+    names = ("statistics", "branches", "num_classes", "eps", "track_running_stats", "key_size")
+    same = all(getattr(new, n) == getattr(old, n) for n in names)
+    affine = (before <= terms or merged) and not (terms - before) & {"style", "predicted"}
+    return SAME if same and affine else NEW
+
+
+@torch.no_grad()
+def merge_tables(layer: Norm) -> dict[str, Tensor]:
+    """The shared affine map and the one beside it, for each class or branch, as one: entries of a state dict."""
+    terms = layer.affine_terms
+    at = terms.index("shared") if "shared" in terms else -1
+    beside = [t for k, t in enumerate(terms) if abs(k - at) == 1 and t in ("class", "branch")]
+    if at < 0 or not beside:
+        raise ValueError(
+            "merging needs a shared affine map beside one for each class or branch; this layer has "
+            f"{' + '.join(terms) or 'none'}"
+        )
+    state = layer.state_dict()
+    found = {}
+    for name, weight in state.items():
+        if name.startswith(f"{beside[0]}_weight"):
+            bias_name = name.replace("_weight", "_bias", 1)
+            both = [(state["weight"], state["bias"]), (weight, state[bias_name])]
+            merged = compose(both if terms.index(beside[0]) > at else both[::-1])
+            for n, t in zip((name, bias_name), merged, strict=True):
+                assert t is not None
+                found[n] = t.expand_as(weight).clone()
+    return found

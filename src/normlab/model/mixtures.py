@@ -1,0 +1,55 @@
+"""Whole-model steps for switchable norms: one-hot mixtures, and the schedule of sparse ones."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from ..engine.messages import check_model
+from ..layers import Norm, SparseSwitchNorm, SwitchNorm
+from ..statistics.mixture import Mixture
+
+__all__ = ["harden", "importance", "set_radius"]
+
+
+Kind = TypeVar("Kind", bound=SwitchNorm)
+
+
+def harden(model: nn.Module) -> nn.Module:
+    """Make every switchable norm one-hot at its largest weights and stop learning them; fine-tune afterwards."""
+    check_model(model, "harden")
+    for layer in _layers(model, SwitchNorm):
+        layer.harden()
+    return model
+
+
+def set_radius(model: nn.Module, progress: float) -> nn.Module:
+    """Set the radius of every sparse switchable norm to the share of training done, from 0 to 1.
+
+    Call it once a step or an epoch. With three pools a mixture is one-hot from 0.8165 on.
+    """
+    check_model(model, "set_radius")
+    for layer in _layers(model, SparseSwitchNorm):
+        layer.set_radius(progress)
+    return model
+
+
+def importance(model: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
+    """For every switchable norm by name: the weight of each pool in the mean and in the variance.
+
+    A :class:`normlab.Norm` whose statistics are a mixture is one, with whatever affine map and branches.
+    """
+    check_model(model, "importance")
+    return {
+        name: layer.statistics.importance(layer._learned_values())
+        for name, layer in model.named_modules()
+        if isinstance(layer, Norm) and isinstance(layer.statistics, Mixture)
+    }
+
+
+def _layers(model: nn.Module, kind: type[Kind]) -> list[Kind]:
+    found = [m for m in model.modules() if isinstance(m, kind)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no {kind.__name__} layer")
+    return found

@@ -1,0 +1,81 @@
+"""What a conversion did, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..engine.messages import check_model, words
+from .inheritance import NEW
+from .originals import original_of
+
+__all__ = ["Converted", "Report", "Skipped", "nothing_to_convert", "report"]
+
+
+class Converted(NamedTuple):
+    """One layer that was replaced. ``kept`` says whether it starts out computing what was there."""
+
+    name: str
+    before: str
+    after: str
+    kept: str = NEW
+
+
+class Skipped(NamedTuple):
+    """One layer that was left as it is, and why."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """What a conversion did. ``print(report)`` is for people."""
+
+    title: str
+    converted: list[Converted] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        changed: dict[str, list[str]] = {}
+        for name, before, after, kept in self.converted:
+            changed.setdefault(f"{before} -> {after}, {kept}", []).append(name or "the model itself")
+        left: dict[str, list[str]] = {}
+        for name, kind, reason in self.skipped:
+            left.setdefault(f"{kind} stays: {reason}", []).append(name or "the model itself")
+        for what, names in chain(changed.items(), left.items()):
+            shown = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
+            lines.append(f"  {len(names):3d} x {what} ({words(shown)})")
+        return "\n".join([*lines, *(f"  note: {n}" for n in dict.fromkeys(self.notes))])
+
+
+def report(model: nn.Module) -> Report:
+    """What the last :func:`convert` or :func:`normlab.fold` of this model did."""
+    check_model(model, "report")
+    for module in model.modules():
+        found = module.__dict__.get("_normlab_report")
+        if found is not None:
+            return found
+    raise ValueError(f"there is no report on {type(model).__name__}: it was neither converted nor folded")
+
+
+def nothing_to_convert(model: nn.Module, found: list[Any], skipped: list[Skipped], limited: bool) -> str:
+    start = f"{type(model).__name__} has nothing to convert: "
+    if not found:
+        taken = any(original_of(m) is not None for m in model.modules())
+        hint = "; undo(model) puts back those that a conversion took out" if taken else ""
+        return f"{start}it has no normalization layer{hint}"
+    if not skipped and limited:
+        return (
+            start + f"only=... leaves out all {len(found)} normalization layers, such as {found[0][0][0]!r}"
+        )
+    kinds = {(s.kind, s.reason): s.name for s in reversed(skipped)}  # the first of each kind
+    return start + "; ".join(
+        f"{kind} ({name!r}): {reason}" for (kind, reason), name in reversed(kinds.items())
+    )

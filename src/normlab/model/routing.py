@@ -1,0 +1,98 @@
+"""Routing: telling every conditional and separated layer of a model the class, the branch or the style.
+
+Models are not rewritten for it. ``with route(model, branch="aux", label=y): model(x)`` reaches the layers of that
+model, nests, restores what was there, and belongs to the thread that entered it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from ..engine.messages import check_model, words
+from ..layers.conditions import NO_ROUTE, RouteScope, branch_index, label_index, route_scope, set_scope
+
+__all__ = ["keep_route", "route"]
+
+
+class route:
+    """Within it, layers of ``model`` take this branch, label or style where their call gives none.
+
+    ``branch`` is a name, a name for each sample, or indices ``[N]`` into the layers' branches; ``label`` an integer or
+    ``[N]`` integers; ``style`` features ``[N, C, *S]``. What is left out keeps what an outer scope routed.
+
+    >>> import torch, normlab
+    >>> layer = normlab.AuxiliaryBatchNorm2d(8, branches=("main", "aux"))
+    >>> with route(layer, branch="aux"):
+    ...     y = layer(torch.randn(4, 8, 5, 5))
+    >>> layer.num_batches_tracked.tolist()
+    [0, 1]
+    """
+
+    def __init__(self, model: nn.Module, *, branch: Any = None, label: Any = None, style: Any = None) -> None:
+        given = {k: v for k, v in (("branch", branch), ("label", label), ("style", style)) if v is not None}
+        check_model(model, "route")
+        if not given:
+            raise ValueError("route() was given nothing to route; pass branch=..., label=... or style=...")
+        self._layers: list[nn.Module] = []
+        self._given = given
+        reached = set()
+        for layer in model.modules():
+            wants = getattr(layer, "wants", frozenset())
+            mine = wants & given.keys()
+            if not mine:
+                continue
+            if "label" in mine:
+                label_index(label, layer.num_classes, None)  # type: ignore[arg-type]
+            if "branch" in mine:
+                branch_index(branch, layer.branches, None)  # type: ignore[arg-type]
+            reached |= mine
+            self._layers.append(layer)
+        missing = given.keys() - reached
+        if missing:
+            kind = {"branch": "separated", "label": "conditional", "style": "style"}
+            want = words(f"{kind[m]} layer (one that takes a {m})" for m in sorted(missing))
+            raise ValueError(
+                f"{type(model).__name__} has no {want}; convert it first, for example "
+                'convert(model, "auxiliary") for branches or convert(model, "sandwich", num_classes=10) for labels'
+            )
+
+    def __enter__(self) -> route:
+        outer = route_scope.get()
+        table = dict(outer.table)
+        for layer in self._layers:
+            wants = layer.wants  # type: ignore[attr-defined]
+            mine = {k: v for k, v in self._given.items() if k in wants}  # type: ignore[operator]
+            table[id(layer)] = table.get(id(layer), NO_ROUTE)._replace(**mine)
+        set_scope(RouteScope(table, outer))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The way back is in the context and not in this object, which several threads may have entered.
+        outer = route_scope.get().outer
+        assert outer is not None
+        set_scope(outer)
+
+
+def keep_route() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For activation checkpointing: recompute under the route of the forward pass.
+
+    ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=normlab.keep_route)``
+    """
+    return nullcontext(), _restored(route_scope.get())
+
+
+@contextmanager
+def _restored(scope: RouteScope) -> Iterator[None]:
+    before = route_scope.get()
+    set_scope(scope)
+    try:
+        yield
+    finally:
+        set_scope(before)

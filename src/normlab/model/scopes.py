@@ -1,0 +1,143 @@
+"""State policy for a whole model: which statistics normalize, and whether the running ones move.
+
+Each function acts at once and undoes itself when used as a scope, as ``torch.set_grad_enabled`` does::
+
+    frozen(model)                  # from here on
+    with no_update(model): ...     # within
+
+They also reach torch's own layers with running statistics. A model without any is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..engine.messages import check_model
+from ..layers.norm import Norm
+
+__all__ = ["frozen", "guarded", "no_update", "with_batch_statistics"]
+
+
+Restore = Callable[[], None]
+
+
+class _Scope:
+    """Changes that are made already; leaving the scope undoes them, last first."""
+
+    def __init__(self, undo: list[Restore]) -> None:
+        self._undo = undo
+
+    def __enter__(self) -> _Scope:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def frozen(model: nn.Module) -> _Scope:
+    """Normalize with the running statistics and leave them as they are, also in training mode."""
+    check_model(model, "frozen")
+    return _apply(model, {"normalize_with": "running", "update": False}, mode=False)
+
+
+def no_update(model: nn.Module) -> _Scope:
+    """Leave the running statistics as they are; what normalizes does not change."""
+    check_model(model, "no_update")
+    return _apply(model, {"update": False})
+
+
+def guarded(model: nn.Module) -> _Scope:
+    """Leave the running statistics as they are wherever a batch's own are not finite."""
+    check_model(model, "guarded")
+    return _apply(model, {"guard": True}, keep_finite=True)
+
+
+def with_batch_statistics(model: nn.Module) -> _Scope:
+    """Normalize with the batch's statistics, also in evaluation mode, without tracking them."""
+    check_model(model, "with_batch_statistics")
+    return _apply(model, {"normalize_with": "batch", "update": False}, mode=True)
+
+
+def _apply(
+    model: nn.Module, change: dict[str, Any], *, mode: bool | None = None, keep_finite: bool = False
+) -> _Scope:
+    undo: list[Restore] = []
+    _check_compiled(model)
+    for layer in model.modules():
+        if isinstance(layer, Norm):
+            before = layer.policy
+            layer.policy = replace(before, **change)
+            undo.append(lambda layer=layer, before=before: setattr(layer, "policy", before))
+        elif isinstance(layer, _NormBase) and layer.track_running_stats:
+            undo.append(_hook(layer, mode, keep_finite))
+    return _Scope(undo)
+
+
+def _check_compiled(model: nn.Module) -> None:
+    """Refuse what would have no effect: compiled graphs do not look whether hooks have come or gone."""
+    for part in model.modules():
+        if "_orig_mod" not in part._modules and getattr(part, "_compiled_call_impl", None) is None:
+            continue
+        for name, layer in part.named_modules():
+            if isinstance(layer, _NormBase) and layer.track_running_stats:
+                raise RuntimeError(
+                    f"{type(layer).__name__} ({name.removeprefix('_orig_mod.')!r}) is torch's own and compiled, so it "
+                    "would not notice; call convert(model, 'batch') first, or this before torch.compile"
+                )
+
+
+class _Aside:
+    """Hooks of torch's layer: it runs in ``mode`` on copies of its buffers, dropped or kept where they are finite.
+
+    Copies, because backward refuses a buffer that was written to, be it with its old values. An object and not a
+    closure, so that a model which stays in a scope can be copied and pickled.
+    """
+
+    def __init__(self, mode: bool | None, keep_finite: bool) -> None:
+        self.mode, self.keep_finite = mode, keep_finite
+        self.held: list[tuple[bool, dict[str, Tensor | None]]] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        self.held.append((module.training, dict(module._buffers)))
+        module.training = module.training if self.mode is None else self.mode
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.clone()
+
+    def after(self, module: nn.Module, args: Any, out: Any) -> None:
+        module.training, originals = self.held.pop()
+        moved = dict(module._buffers)
+        module._buffers.update(originals)
+        if self.keep_finite and out is not None:  # no output: the call failed
+            _copy_finite(originals, moved)
+
+
+def _hook(layer: _NormBase, mode: bool | None, keep_finite: bool) -> Restore:
+    # Scopes nest: the inner one is undone first.
+    aside = _Aside(mode, keep_finite)
+    first = layer.register_forward_pre_hook(aside.before)
+    last = layer.register_forward_hook(aside.after, always_call=True, prepend=True)
+
+    def undo() -> None:
+        first.remove()
+        last.remove()
+
+    return undo
+
+
+@torch.no_grad()
+def _copy_finite(into: dict[str, Tensor | None], moved: dict[str, Tensor | None]) -> None:
+    ok = torch.stack([b.isfinite().all() for b in moved.values() if b is not None]).all()
+    for name, buffer in into.items():
+        new = moved[name]
+        if buffer is not None and new is not None and new is not buffer:
+            buffer.copy_(torch.where(ok, new, buffer))

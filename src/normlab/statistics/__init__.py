@@ -1,0 +1,1 @@
+"""What is pooled, and what becomes of it: one file for each kind of statistics."""

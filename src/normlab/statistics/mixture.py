@@ -1,0 +1,123 @@
+"""Learned mixtures of pools: switchable and sparse switchable norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.contract import Rule
+from ..engine.messages import check_number
+from ..engine.numerics import at_least_single
+from . import pools as _pools
+from .base import Recorded, Sources, Statistics
+from .pools import Pool, parse_pool
+from .running import Track
+from .sparsestmax import sparsest_logits, sparsestmax
+from .weighted_pools import RecordedWeightedPools, WeightedPools, softmax_weights
+
+__all__ = ["Mixture"]
+
+
+_ONE_HOT = (
+    16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
+)
+
+
+@dataclass(frozen=True)
+class Mixture(Statistics):
+    """Switchable normalization: learned weights over any set of pools, one set for means and one for variances.
+
+    ``groups`` channel groups have weights of their own (group SN). ``weighting`` is ``"softmax"`` or ``"sparsestmax"``,
+    which reaches one-hot weights as its radius grows (sparse SN).
+    """
+
+    members: tuple[Pool, ...]
+    groups: int = 1
+    weighting: str = "softmax"
+    average: str = "moving"
+
+    def __post_init__(self) -> None:
+        if not self.members:
+            raise ValueError(
+                "a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')"
+            )
+        if len({str(p) for p in self.members}) != len(self.members):
+            raise ValueError(
+                f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}"
+            )
+        check_number(self.groups, "groups")
+
+    @classmethod
+    def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
+        if isinstance(pools, (str, Pool)) or not isinstance(pools, Iterable):
+            raise TypeError(
+                f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}"
+            )
+        return cls(tuple(parse_pool(p) for p in pools), **options)
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
+        return self.members
+
+    @property
+    def label(self) -> str:
+        return "+".join(map(str, self.members))
+
+    def check(self, channels: int) -> None:
+        super().check(channels)
+        _pools.check_groups(channels, self.groups, "groups of weights")
+
+    def tracks(self, channels: int) -> tuple[Track | None, ...]:
+        how = "unbiased" if self.average == "moving" else "total"
+        return tuple(Track((p.tracked(channels),), how) if p.over_batch else None for p in self.pools)
+
+    def parameters(self, channels: int) -> dict[str, Tensor]:
+        shape = (len(self.members),) if self.groups == 1 else (len(self.members), self.groups)
+        values = {"mean_weight": torch.ones(shape), "var_weight": torch.ones(shape)}
+        if self.weighting == "sparsestmax":
+            values["radius"] = torch.zeros(())  # a buffer: grows on a schedule, is not learned
+        return values
+
+    def weights(self, p: Mapping[str, Tensor]) -> Tensor:  # [2, K] or [2, K, groups]
+        """The importance weights of means and of variances."""
+        if self.weighting == "sparsestmax":
+            return _sparsest(p["mean_weight"], p["var_weight"], p["radius"])
+        return softmax_weights(p["mean_weight"], p["var_weight"])
+
+    def logits(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Two, of which softmax makes the weights."""
+        if self.weighting == "sparsestmax":
+            both = at_least_single(torch.stack((p["mean_weight"], p["var_weight"])))
+            return sparsest_logits(both, p["radius"]).unbind()
+        return p["mean_weight"], p["var_weight"]
+
+    def importance(self, p: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        """The weight of each pool in the mean and in the variance; averaged over groups of weights."""
+        with torch.no_grad():
+            mean, var = (w.reshape(w.shape[0], -1).mean(1).tolist() for w in self.weights(p))
+        return {str(m): pair for m, pair in zip(self.members, zip(mean, var, strict=True), strict=True)}
+
+    def one_hot_logits(self, k: int) -> Tensor:
+        """Logits that put all the weight on pool ``k``."""
+        logits = torch.zeros(len(self.members))
+        logits[k] = _ONE_HOT
+        return logits if self.groups == 1 else logits.unsqueeze(1).repeat(1, self.groups)
+
+    def rule(self, sources: Sources) -> WeightedPools:
+        return WeightedPools(
+            sources, softmax_weights if self.weighting == "softmax" else _sparsest, self.groups
+        )
+
+    def recorded_rule(self, sources: Sources) -> Recorded:
+        return RecordedWeightedPools(self.rule(sources))
+
+    def closed_rule(self, sources: Sources) -> Rule:
+        return WeightedPools(sources, softmax_weights, self.groups)
+
+
+def _sparsest(mean_weight: Tensor, var_weight: Tensor, radius: Tensor) -> Tensor:
+    return sparsestmax(at_least_single(torch.stack((mean_weight, var_weight))), radius, dim=1)

@@ -1,0 +1,289 @@
+"""Plans: a pool carried out for one call, as sums over its rows and the way back to the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..engine.cache import remembered
+from ..engine.contract import Moments
+from ..engine.rows import Rows, add_up, rows_of_runs, run_ends, run_of, sum_runs, take
+from .across_ranks import gather_statistics, sum_over_ranks
+from .pools import Pool
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Plan", "Pooled", "Segments"]
+
+
+class Segments(NamedTuple):
+    """Which samples of the batch are pooled together: one segment, or one for each branch and ghost batch."""
+
+    number: int = 1
+    index: Tensor | None = None  # pyright: ignore[reportIncompatibleMethodOverride]  # [N], the segment of each sample; None: all in one
+    branch: int | Tensor = 0  # the branch of every segment: one for all, or [number]
+    ghost: int = 0  # samples of each, where they follow each other; the last may have fewer
+
+
+class Pooled(NamedTuple):
+    """A pool's statistics: ``[B, G]`` for pools over the batch (B segments), ``[N, G]`` otherwise."""
+
+    mean: Tensor
+    var: Tensor
+    count: float | Tensor  # pyright: ignore[reportIncompatibleMethodOverride]  # elements in each statistic: one number, [B, 1] or [B, G]
+    stacked: Tensor | None = None  # mean and var as one tensor, where they were computed so
+
+
+def make_segments(
+    samples: int, ghost: int | None, branches: int, branch: int | Tensor, device: torch.device
+) -> Segments:
+    """The segments of a batch. ``branch`` is one for all samples or ``[N]``."""
+    ghosts = 1 if ghost is None else max(1, -(-samples // ghost))
+    if isinstance(branch, int):
+        if ghosts == 1:
+            return Segments(branch=branch)
+        assert ghost is not None
+        return Segments(ghosts, torch.arange(samples, device=device) // ghost, branch, ghost)
+    if ghosts == 1:
+        return Segments(branches, branch, torch.arange(branches, device=device))
+    assert ghost is not None
+    # Each branch's own samples, in order, are cut into ghost batches.
+    member = torch.nn.functional.one_hot(branch, branches)
+    rank = (member.cumsum(0).gather(1, branch.unsqueeze(1)) - 1).squeeze(1)
+    of_segment = torch.arange(branches, device=device).repeat_interleave(ghosts)
+    return Segments(branches * ghosts, branch * ghosts + rank // ghost, of_segment)
+
+
+class Plan:
+    """A pool carried out on ``[N, R]``: sums over pools and the way back to rows.
+
+    ``average`` of a tensor on rows is self-adjoint up to the number of elements, so forward and backward share it.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        rows: Rows,
+        segments: Segments,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self.pool, self.rows = pool, rows
+        self.counts = _rows_a_group(pool, rows) if rows.cuts else ()
+        self.segments = segments if pool.over_batch else Segments()
+        self.process_group = process_group if pool.over_batch else None
+        self.groups = pool.tracked(rows.channels)
+        self.trivial = not pool.over_batch and self.groups == rows.number
+        # Pools that are plain axes of [N, groups, rows a group].
+        self.simple = not self.counts and self.segments.index is None and self.process_group is None
+
+    # Sums over pools. ``t`` is [N, R].
+
+    def sum(self, t: Tensor) -> Tensor:  # [B, G] or [N, G], of this process alone
+        n = t.shape[0]
+        one = self.pool.over_batch and self.segments.index is None
+        if self.counts:
+            found = sum_runs(t, self.counts, one)
+            return found if one else self._sum_batch(found)
+        if one:
+            if self.groups == t.shape[1]:
+                return t.sum(0, keepdim=True)
+            return t.reshape(n, self.groups, t.shape[1] // self.groups).sum((0, 2)).unsqueeze(0)
+        if self.groups != t.shape[1]:
+            t = t.reshape(n, self.groups, t.shape[1] // self.groups).sum(2)
+        return self._sum_batch(t)
+
+    def _sum_batch(self, t: Tensor) -> Tensor:  # [N, G] to [B, G]
+        if not self.pool.over_batch:
+            return t
+        number, ghost = self.segments.number, self.segments.ghost
+        if not ghost:
+            return add_up(t, self.segments.index, number)
+        lacking = number * ghost - t.shape[0]  # of the last ghost batch
+        t = pad(t, (0, 0, 0, lacking)) if lacking else t
+        return t.reshape(number, ghost, -1).sum(1)
+
+    def expand(self, p: Tensor) -> Tensor:
+        """``[B, G]`` or ``[N, G]`` to what broadcasts against ``[N, R]``."""
+        if self.pool.over_batch and self.segments.index is not None:
+            index, ghost = self.segments.index, self.segments.ghost
+            if ghost:
+                p = p.unsqueeze(1).expand(-1, ghost, -1).reshape(-1, p.shape[1])[: index.shape[0]]
+            else:
+                p = take(p, index)
+        if p.shape[1] == 1 or p.shape[1] == self.rows.number:
+            return p
+        if self.counts:
+            return take(p, run_of(self.counts, p.device), 1)
+        rows = self.rows.number
+        return p.unsqueeze(2).expand(-1, -1, rows // self.groups).reshape(p.shape[0], rows)
+
+    def elements(self, moments: Moments) -> float | Tensor:
+        """Elements in each statistic of this process: one number where all are alike, else ``[B, 1]`` or ``[B, G]``."""
+        n = moments.mean.shape[0]
+        if isinstance(moments.size, Tensor) and (self.segments.index is None or not self.pool.over_batch):
+            each = _elements(self.rows.cuts, self.counts, moments.mean.device).to(moments.mean.dtype)
+            return each * n if self.pool.over_batch else each.expand(n, -1)
+        if isinstance(moments.size, Tensor):
+            return self.sum(moments.size.to(moments.mean.dtype).expand(n, -1))
+        a_sample = moments.size * (self.rows.number // self.groups)
+        if not self.pool.over_batch:
+            return a_sample
+        if self.segments.index is None:
+            return a_sample * n
+        each = moments.mean.new_full((n,), a_sample)
+        return each.new_zeros(self.segments.number).index_add(0, self.segments.index, each).unsqueeze(1)
+
+    def statistics(self, moments: Moments) -> Pooled:
+        """Mean and variance of every pool, of all processes where the pool is synchronized."""
+        if self.trivial:
+            return Pooled(moments.mean, moments.var, moments.size)
+        count = self.elements(moments)
+        if isinstance(moments.size, Tensor):
+            assert isinstance(count, Tensor)
+            share = self.expand(1 / count.clamp_min(1)) * moments.size
+        else:
+            share = moments.size / _at_least_one(count)
+            share = self.expand(share) if isinstance(share, Tensor) else share
+        mean = self.sum(moments.mean * share)
+        var = self.sum(torch.addcmul(moments.var, d := moments.mean - self.expand(mean), d) * share)
+        if self.process_group is None:
+            return Pooled(mean, var, count)
+        return Pooled(*gather_statistics(mean, var, count, self.process_group))
+
+    def adjoint(self, d_mean: Tensor, d_var: Tensor, pooled: Pooled, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """From gradients at the rows of this pool's statistics to ``(offset, slope / 2)`` of ``dx`` for every row."""
+        if not self.trivial:
+            d_mean, d_var = self.sum(d_mean), self.sum(d_var)
+        found: Any = self.back(d_mean, d_var, pooled, mean)
+        return found
+
+    def back(
+        self, d_mean: Tensor | None, d_var: Tensor | None, pooled: Pooled, mean: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Likewise from gradients at the statistics themselves, of this process alone; None where there is none."""
+        if d_mean is None and d_var is None:
+            return None, None
+        if self.process_group is not None:
+            like = pooled.mean
+            both = [torch.zeros_like(like) if d is None else d for d in (d_mean, d_var)]
+            d_mean, d_var = sum_over_ranks(torch.stack(both), self.process_group)
+        count = pooled.count if self.trivial else _at_least_one(pooled.count)
+        offset, half = (None if d is None else self.expand(d / count) for d in (d_mean, d_var))
+        if half is None or self.trivial:
+            return offset, half
+        apart = mean - self.expand(pooled.mean)
+        if offset is None:
+            return (apart * half).mul_(2), half
+        return torch.addcmul(offset, apart, half, value=2), half
+
+    def _axes(self, t: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """``[2, N, R]`` as ``[2, N, G, rows a group]``, and the axes this pool averages."""
+        if self.groups == t.shape[2]:
+            return t, (1,)
+        if self.groups == 1:
+            return t, (1, 2) if self.pool.over_batch else (2,)
+        return t.reshape(2, t.shape[1], self.groups, -1), (1, 3) if self.pool.over_batch else (3,)
+
+    def stacked_statistics(self, stats: Tensor, size: int | Tensor) -> Pooled:
+        """:meth:`statistics` of ``[2, N, R]`` moments with few operators, outside autograd."""
+        if self.trivial or not self.simple or not stats.numel():
+            return self.statistics(Moments(stats[0], stats[1], size))
+        view, axes = self._axes(stats)
+        pooled = view.mean(axes, keepdim=True)
+        apart = view[0] - pooled[0]
+        pooled[1] += apart.square_().mean([a - 1 for a in axes], keepdim=True)
+        if view.dim() == 4:
+            pooled = pooled.squeeze(3)
+        count = stats[0].numel() // pooled[0].numel() * size
+        return Pooled(pooled[0], pooled[1], count, pooled)
+
+    def stacked_adjoint(
+        self, d: Tensor, pooled: Pooled, stats: Tensor, w: tuple[Any, Any] | None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Gradients ``d [2, N, R]`` at center and variance back through this pool, and ``<d, statistics>`` for weights.
+
+        Returns that product (``[2]``, where there are weights), the offset, and half the slope of ``dx``.
+        """
+        if not self.trivial and pooled.stacked is None:
+            product = None
+            m, v = d[0], d[1]
+            if w is not None:
+                at_rows = torch.stack((self.expand(pooled.mean) * m, self.expand(pooled.var) * v))
+                product = at_rows.sum((1, 2))
+                m, v = m * w[0], v * w[1]
+            return product, *self.adjoint(m, v, pooled, stats[0])
+        if self.trivial:
+            total, at_pool = d, stats
+        else:
+            view, axes = self._axes(d)
+            total = view.sum(axes, keepdim=True)
+            total = total.squeeze(3) if total.dim() == 4 else total
+            assert pooled.stacked is not None
+            at_pool = pooled.stacked
+        product = None if w is None else (total * at_pool).sum((1, 2))
+        count = _at_least_one(pooled.count)
+        inverse = count.to(d.dtype).reciprocal() if isinstance(count, Tensor) else 1 / count
+        offset, half = (total[0] * inverse, total[1] * inverse) if w is None else (
+            total[0] * (w[0] * inverse), total[1] * (w[1] * inverse)
+        )  # fmt: skip
+        if self.trivial:
+            return product, offset, half
+        offset, half, mean = self.expand(offset), self.expand(half), self.expand(pooled.mean)
+        return product, torch.addcmul(offset, stats[0] - mean, half, value=2), half
+
+
+def _at_least_one(count: float | Tensor) -> float | Tensor:
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+
+
+@remembered
+def _rows_a_group(pool: Pool, rows: Rows) -> tuple[int, ...]:
+    """How many rows of unequal length each group of a pool has."""
+    whole = rows.cuts[-1]
+    ends = run_ends(whole, pool.tracked(rows.channels))
+    place = [rows.cuts.index(end) + 1 for end in ends]
+    return tuple(b - a for a, b in zip((0, *place[:-1]), place, strict=True))
+
+
+@remembered
+def _elements(cuts: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:  # [1, G]
+    """How many elements of a sample each group has."""
+    last = [cuts[k - 1] for k in accumulate(counts)]
+    return torch.tensor([[b - a for a, b in zip((0, *last[:-1]), last, strict=True)]], device=device)
+
+
+def rows_for(pools: tuple[Pool, ...], channels: int, spatial: int) -> Rows:
+    """The rows that serve every one of ``pools``."""
+    groups = tuple(p.groups or 1 for p in pools if p.kind == "run")
+    if not groups:
+        return Rows(channels)
+    if max(groups) > channels * spatial:
+        raise ValueError(
+            f"{max(groups)} groups do not fit the {channels * spatial} values of a sample "
+            f"({channels} channels of {spatial}); use at most that many"
+        )
+    return rows_of_runs(channels, spatial, groups)
+
+
+def back_through_pools(
+    plans: Sequence[Plan],
+    gradients: Sequence[tuple[Tensor | None, Tensor | None]],
+    pooled: Sequence[Pooled],
+    stats: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """From gradients at the means and variances of pools to offset and slope of ``dx`` for every row."""
+    offset = half = None
+    for plan, pair, seen in zip(plans, gradients, pooled, strict=True):
+        o, h = plan.back(*pair, seen, stats[0])
+        offset, half = _sum(offset, o), _sum(half, h)
+    return offset, None if half is None else half * 2
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b

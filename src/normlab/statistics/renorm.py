@@ -1,0 +1,86 @@
+"""Batch renormalization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..engine.contract import Coefficients, Moments, Rule
+from . import pools as _pools
+from .base import Sources, Statistics
+from .plans import Pooled
+from .pools import Pool
+from .running import Track
+from .weighted_pools import WeightedPools
+
+__all__ = ["Renorm"]
+
+
+@dataclass(frozen=True)
+class Renorm(Statistics):
+    """Batch renormalization: batch statistics corrected towards the running ones, within bounds that a schedule opens.
+
+    Until ``warmup`` batches it is batch norm exactly; then the bound of the ratio grows linearly to ``r_max`` at batch
+    ``r_steps`` and that of the shift to ``d_max`` at ``d_steps``. The correction carries no gradient.
+    """
+
+    r_max: float = 3.0
+    d_max: float = 5.0
+    warmup: int = 5000
+    r_steps: int = 40000
+    d_steps: int = 25000
+    ghost: int | None = None
+    reads_running: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.r_max < 1 or self.d_max < 0:
+            raise ValueError(
+                f"r_max must be at least 1 and d_max at least 0; got {self.r_max} and {self.d_max}"
+            )
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
+        return (replace(_pools.batch, ghost=self.ghost),)
+
+    @property
+    def label(self) -> str:
+        return "batch, corrected" if self.ghost is None else f"batch/ghost={self.ghost}, corrected"
+
+    def tracks(self, channels: int) -> tuple[Track | None, ...]:
+        return (Track((channels,), "deviation"),)
+
+    def bounds(self, batches: Tensor) -> tuple[Tensor, Tensor]:
+        """The bounds ``(r, d)`` after that many batches."""
+        done = batches - self.warmup
+        r = 1 + (self.r_max - 1) * (done / max(self.r_steps - self.warmup, 1)).clamp(0, 1)
+        return r, self.d_max * (done / max(self.d_steps - self.warmup, 1)).clamp(0, 1)
+
+    def rule(self, sources: Sources) -> Rule:
+        if not sources.live[0] or sources.running[0] is None:
+            return WeightedPools(sources)
+        return _Corrected(self, sources)
+
+
+class _Corrected:
+    def __init__(self, statistics: Renorm, sources: Sources) -> None:
+        self.statistics, self.sources = statistics, sources
+
+    @property
+    def closed_family(self) -> tuple[Sources, Renorm]:
+        """What kernels for whole normalizers take of this rule."""
+        return self.sources, self.statistics
+
+    def __call__(self, moments: Moments) -> tuple[Coefficients, list[Pooled | None]]:
+        plan, running, eps = self.sources.plans[0], self.sources.running[0], self.sources.eps
+        assert running is not None and self.sources.batches is not None
+        pooled = plan.statistics(moments)
+        mean, scale = plan.expand(pooled.mean), torch.rsqrt(plan.expand(pooled.var) + eps)
+        with torch.no_grad():
+            r_max, d_max = self.statistics.bounds(self.sources.batches.to(mean.dtype))
+            to_running = torch.rsqrt(running[1].to(mean.dtype) + eps)
+            r = torch.minimum(torch.maximum(to_running / scale, 1 / r_max), r_max)
+            d = ((mean - running[0].to(mean.dtype)) * to_running).clamp(-d_max, d_max)
+        return Coefficients(mean, scale * r, d), [pooled]
