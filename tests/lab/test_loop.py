@@ -229,7 +229,7 @@ def test_an_interruption_between_files_is_put_right(cut, tmp_path, monkeypatch):
 KILLED = """
 import sys
 sys.path.insert(0, {tests!r})
-from test_lab_loop import TINY, tiny_data, trained
+from test_loop import TINY, tiny_data, trained
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -301,7 +301,7 @@ def test_kill_9_and_the_same_command_again(finished, tmp_path):
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from pathlib import Path
-from test_lab_study import tiny
+from test_study import tiny
 from normlab.lab import run_study
 run_study(tiny(Path({str(folder)!r})))
 """
