@@ -218,7 +218,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ["no statistics 'instanse'", "did you mean 'instance'", "batch_group"],
     ),
     "statistics of papers": (lambda: Norm2d(6, "renrom"), V, ["'renrom'", "did you mean 'renorm'"]),
-    "modes": (lambda: Norm2d(6, "modes(x)"), V, ["'modes(x)'", "did you mean 'modes(2)'"]),
+    "modes": (lambda: Norm2d(6, "modes(x)"), V, ["'modes(x)'", "num_modes is an integer", "'x'"]),
     "statistics of another kind": (lambda: Norm2d(6, 3), T, ["a name such as 'batch'", "got int"]),  # type: ignore[arg-type]
     "pool": (lambda: SwitchNorm2d(6, ("bacth", "layer")), V, ["no pool 'bacth'", "did you mean 'batch'"]),
     "pool without its number": (

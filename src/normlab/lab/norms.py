@@ -12,8 +12,9 @@ from torch import nn
 
 from .. import layers
 from ..engine.messages import nearest
-from ..model.targets import TARGETS, family
-from ..statistics.pools import POOLS, largest_divisor
+from ..layers.by_name import family, fit_to_channels, make_layer, options_of
+from ..model.targets import TARGETS
+from ..statistics.registry import NORMALIZERS
 from .errors import LabError
 
 __all__ = ["NAMES", "NormSpec", "parse_norm", "parse_norms"]
@@ -21,21 +22,9 @@ __all__ = ["NAMES", "NormSpec", "parse_norm", "parse_norms"]
 # Beside the targets of surgery: any statistics for each branch, torch's own batch norm, and Fixup, which is no layer
 # but a way to build residual nets.
 NAMES: tuple[str, ...] = (*TARGETS, "separated", "torch", "fixup")
-_SHORT = {
-    "bn": "batch", "in": "instance", "ln": "layer", "gn": "group", "pn": "positional", "pono": "positional",
-    "bgn": "batch_group", "sn": "switchable", "ssn": "sparse_switchable", "brn": "batch_renorm", "aux": "auxiliary",
-    "ccbn": "conditional", "sabn": "sandwich", "auxbn": "auxiliary", "saauxbn": "sandwich_auxiliary",
-    "mn": "mode", "ilm": "meta", "identity": "none", "wn": "weight",
-}  # fmt: skip
-_FIRST = {
-    "group": "num_groups", "batch_group": "num_groups", "ghost": "ghost", "conditional": "num_classes",
-    "sandwich": "num_classes", "auxiliary": "branches", "sandwich_auxiliary": "branches", "mode": "num_modes",
-    "meta": "key_size", "switchable": "pools", "sparse_switchable": "pools", "separated": "statistics",
-}  # fmt: skip
+# The papers' abbreviations.
+_SHORT = {short: name for name, entry in NORMALIZERS.items() for short in entry.short}
 _TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-# Statistics by the name of the layer that has them, where they have another.
-_STATISTICS = {"switchable": ("instance", "layer", "batch"), "batch_renorm": "renorm", "mode": "modes"}
-_NOT_OPTIONS = {"num_features", "num_channels", "device", "dtype", "args", "kwargs"}
 _MOST_GROUPS = 32  # of group norm where no number is given
 
 
@@ -53,7 +42,7 @@ class NormSpec:
     @property
     def label(self) -> str:
         """What :func:`parse_norm` reads back: ``group(8)``."""
-        first = _FIRST.get(self.name)
+        first = _first(self.name)
         parts = [repr(v) if k == first else f"{k}={v!r}" for k, v in self.options]
         return f"{self.name}({', '.join(parts)})" if parts else self.name
 
@@ -132,7 +121,7 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
     name = _SHORT.get(call.func.id.lower(), call.func.id.lower())
     if name not in NAMES:
         raise LabError(f"there is no norm {call.func.id!r}; {nearest(name, NAMES)}")
-    first = _FIRST.get(name)
+    first = _first(name)
     if len(call.args) > (first is not None):
         raise LabError(
             f"{name} takes {'one value' if first else 'no value'} without a name; got {ast.unparse(call)}"
@@ -165,13 +154,22 @@ def _known(name: str, options: dict[Any, Any]) -> list[str]:
         return ["statistics", "affine", "branches", "ghost", "eps", "momentum", "init_std", "act"]
     if name in ("none", "weight", "fixup"):
         return ["final_norm"] if name == "fixup" else []
-    make = nn.BatchNorm2d if name == "torch" else family(name, options)
-    return [p for p in inspect.signature(make).parameters if p not in _NOT_OPTIONS]
+    if name == "torch":
+        return [
+            p
+            for p in inspect.signature(nn.BatchNorm2d).parameters
+            if p not in ("num_features", "device", "dtype")
+        ]
+    return options_of(name, options)
+
+
+def _first(name: str) -> str | None:
+    """The option that stands without its name, as in ``group(8)``."""
+    return "statistics" if name == "separated" else NORMALIZERS[name].first if name in NORMALIZERS else None
 
 
 def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.Module:
     kind = family(name, options)
-    takes = inspect.signature(kind).parameters
     if dims == 1 and kind in (layers.InstanceNorm, layers.InstanceLevelMetaNorm):
         raise ValueError(
             "one value a sample and channel has no statistics; use layer, group or batch in an MLP"
@@ -179,16 +177,12 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
     if kind is layers.GroupNorm:
         options.setdefault("num_groups", max(1, min(_MOST_GROUPS, channels // 2)))
     options = {**TARGETS[name].options, **options}
-    if "affine" in takes:  # torch's instance norm has none, which would make comparisons unfair
+    if kind is layers.InstanceNorm:  # torch's has no affine map, which would make comparisons unfair
         options.setdefault("affine", True)
-    if kind is layers.BatchGroupNorm:
-        groups = channels if options["num_groups"] is None else options["num_groups"]
-        options["num_groups"] = min(groups, channels) if dims == 1 else groups
-    for key in ("num_groups", "key_size"):
-        if kind is not layers.BatchGroupNorm and isinstance(options.get(key), int) and options[key] > 0:
-            options[key] = largest_divisor(channels, options[key])
-    make: Any = getattr(layers, f"{kind.__name__}{dims}d")
-    return make(**{"num_channels" if "num_channels" in takes else "num_features": channels}, **options)
+    options, _ = fit_to_channels(name, channels, options)
+    if kind is layers.BatchGroupNorm and dims == 1:
+        options["num_groups"] = min(options["num_groups"], channels)
+    return make_layer(name, channels, dims, options)
 
 
 def _separated(channels: int, dims: int, statistics: Any = "batch", **options: Any) -> nn.Module:
@@ -196,10 +190,5 @@ def _separated(channels: int, dims: int, statistics: Any = "batch", **options: A
     make: Any = getattr(layers, f"Norm{dims}d") if dims else layers.Norm  # 0: for any number of spatial axes
     if isinstance(statistics, str):
         name, bracket, rest = statistics.partition("(")
-        name = _SHORT.get(name.strip(), name.strip())
-        known = (*POOLS, "switchable", "modes", "renorm", "positional")
-        if name.partition("/")[0].strip() not in (*known, *_STATISTICS):
-            raise ValueError(f"there are no statistics {statistics!r}; {nearest(name, known)}")
-        named = _STATISTICS.get(name, name)
-        statistics = f"{named}{bracket}{rest}" if isinstance(named, str) else named
+        statistics = f"{_SHORT.get(name.strip(), name.strip())}{bracket}{rest}"
     return make(channels, statistics, **{"affine": "branch", "branches": ("main", "aux"), **options})

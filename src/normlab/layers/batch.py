@@ -14,12 +14,21 @@ from torch.fx import Proxy
 
 from ..statistics.kalman import Kalman
 from ..statistics.pools import Pool, batch, batch_group
+from ..statistics.registry import register
 from ..statistics.renorm import Renorm
 from ..statistics.single import Single
 from .checks import as_node, check_input
 from .norm import Norm
 
+__all__ = [
+    "BatchGroupNorm", "BatchGroupNorm1d", "BatchGroupNorm2d", "BatchGroupNorm3d", "BatchNorm",
+    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "BatchRenorm", "BatchRenorm1d", "BatchRenorm2d",
+    "BatchRenorm3d", "GhostBatchGroupNorm", "GhostBatchGroupNorm1d", "GhostBatchGroupNorm2d",
+    "GhostBatchGroupNorm3d", "KalmanNorm", "KalmanNorm1d", "KalmanNorm2d", "KalmanNorm3d",
+]  # fmt: skip
 
+
+@register("batch")
 class BatchNorm(Norm):
     """Batch norm: one mean and variance a channel, over the batch and space. State dicts are torch's."""
 
@@ -43,6 +52,7 @@ class BatchNorm(Norm):
         )  # fmt: skip
 
 
+@register("batch_group")
 class BatchGroupNorm(Norm):
     """Batch group norm: the merged channel and space axis in ``num_groups`` runs, each normalized over the batch.
 
@@ -69,6 +79,13 @@ class BatchGroupNorm(Norm):
         )  # fmt: skip
 
 
+@register(
+    "ghost_batch_group",
+    row="ghost batch group",
+    target=False,
+    page="ghost",
+    shares="`ghost` samples, and the positions of `C / g` neighbouring channels",
+)
 class GhostBatchGroupNorm(Norm):
     """Statistics of ``ghost`` samples and a group of channels at a time (Summers and Dinneen's generalisation).
 
@@ -98,6 +115,7 @@ class GhostBatchGroupNorm(Norm):
         )  # fmt: skip
 
 
+@register("batch_renorm")
 class BatchRenorm(Norm):
     """Batch renormalization: batch statistics corrected towards the running ones, within bounds that a schedule opens.
 
@@ -128,6 +146,7 @@ class BatchRenorm(Norm):
         )  # fmt: skip
 
 
+@register("kalman")
 class KalmanNorm(Norm):
     """Batch Kalman normalization, diagonal form: ``layer(x, prior)`` with a prior predicted from the layer before.
 
@@ -185,6 +204,12 @@ class KalmanNorm(Norm):
         pooled = seen[0]
         self.posterior = tuple(t.detach().mean(0).to(x.dtype) for t in (pooled.mean, pooled.var))  # type: ignore[assignment]
         super()._observe(seen, segments, x)
+
+
+register(
+    "ghost", first="ghost", required=("ghost",), divides=("num_groups",), variant=("num_groups", GhostBatchGroupNorm),
+    page="ghost",
+)(BatchNorm)  # fmt: skip
 
 
 class BatchNorm1d(BatchNorm):

@@ -12,7 +12,6 @@ from torch.fx import Proxy
 
 from ..engine.messages import words
 from ..statistics.plans import Segments
-from ..statistics.single import Single
 
 if TYPE_CHECKING:
     from .norm import Norm
@@ -86,7 +85,7 @@ def check_counts(layer: Norm, x: Tensor, spatial: int, segments: Sequence[Segmen
     """Refuse one value a statistic, where torch does and where a running variance would be undefined."""
     if layer.process_group is not None or not x.shape[0]:
         return
-    alone = isinstance(layer.statistics, Single)
+    alone = len(layer.statistics.pools) == 1
     for pool, s in zip(layer.statistics.pools, segments, strict=True):
         a_sample = layer.num_features * spatial // pool.tracked(layer.num_features)
         if not pool.over_batch:

@@ -8,9 +8,28 @@ from typing import Any
 import torch
 
 from ..statistics.pools import batch, instance
+from ..statistics.registry import register
 from .norm import Norm
 
+__all__ = [
+    "AuxiliaryBatchNorm", "AuxiliaryBatchNorm1d", "AuxiliaryBatchNorm2d", "AuxiliaryBatchNorm3d",
+    "ConditionalBatchNorm", "ConditionalBatchNorm1d", "ConditionalBatchNorm2d", "ConditionalBatchNorm3d",
+    "ConditionalInstanceNorm", "ConditionalInstanceNorm1d", "ConditionalInstanceNorm2d",
+    "ConditionalInstanceNorm3d", "SandwichAuxiliaryBatchNorm", "SandwichAuxiliaryBatchNorm1d",
+    "SandwichAuxiliaryBatchNorm2d", "SandwichAuxiliaryBatchNorm3d", "SandwichBatchNorm",
+    "SandwichBatchNorm1d", "SandwichBatchNorm2d", "SandwichBatchNorm3d",
+]  # fmt: skip
 
+
+@register(
+    "conditional",
+    first="num_classes",
+    required=("num_classes",),
+    short=("ccbn",),
+    row="batch",
+    column="per class or branch",
+    page="conditional",
+)
 class ConditionalBatchNorm(Norm):
     """Categorical conditional batch norm: batch statistics, an affine map for each class. ``layer(x, label)``."""
 
@@ -35,6 +54,15 @@ class ConditionalBatchNorm(Norm):
         )  # fmt: skip
 
 
+@register(
+    "sandwich",
+    first="num_classes",
+    required=("num_classes",),
+    short=("sabn",),
+    row="batch",
+    column="sandwich",
+    page="sandwich",
+)
 class SandwichBatchNorm(Norm):
     """Sandwich batch norm: batch statistics, a shared affine map, then one for each class. ``layer(x, label)``."""
 
@@ -59,6 +87,15 @@ class SandwichBatchNorm(Norm):
         )  # fmt: skip
 
 
+@register(
+    "auxiliary",
+    first="branches",
+    options={"branches": ("main", "aux")},
+    short=("aux", "auxbn"),
+    row="batch, one set per branch",
+    column="per class or branch",
+    page="auxiliary",
+)
 class AuxiliaryBatchNorm(Norm):
     """Separated batch norms: statistics and affine map for each branch. ``layer(x, "aux")``.
 
@@ -88,6 +125,15 @@ class AuxiliaryBatchNorm(Norm):
         )  # fmt: skip
 
 
+@register(
+    "sandwich_auxiliary",
+    first="branches",
+    options={"branches": ("main", "aux")},
+    short=("saauxbn",),
+    row="batch, one set per branch",
+    column="sandwich",
+    page="sandwich-auxiliary",
+)
 class SandwichAuxiliaryBatchNorm(Norm):
     """Separated statistics, a shared affine map, then one for each branch. ``layer(x, "aux")``."""
 
@@ -112,6 +158,13 @@ class SandwichAuxiliaryBatchNorm(Norm):
         )  # fmt: skip
 
 
+@register(
+    "conditional_instance",
+    target=False,
+    row="instance",
+    column="per class or branch",
+    page="conditional-instance",
+)
 class ConditionalInstanceNorm(Norm):
     """Conditional instance norm: instance statistics, an affine map for each class. ``layer(x, label)``."""
 

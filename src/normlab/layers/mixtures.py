@@ -11,9 +11,17 @@ from torch import nn
 from ..statistics.mixture import Mixture
 from ..statistics.modes import Modes
 from ..statistics.pools import Pool
+from ..statistics.registry import register
 from .norm import Norm
 
+__all__ = [
+    "ModeNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d", "SparseSwitchNorm", "SparseSwitchNorm1d",
+    "SparseSwitchNorm2d", "SparseSwitchNorm3d", "SwitchNorm", "SwitchNorm1d", "SwitchNorm2d",
+    "SwitchNorm3d",
+]  # fmt: skip
 
+
+@register("switchable")
 class SwitchNorm(Norm):
     """Switchable norm: a learned mixture of pools, one softmax for the means and one for the variances.
 
@@ -84,6 +92,7 @@ class SwitchNorm(Norm):
             logits.requires_grad_(False)
 
 
+@register("sparse_switchable")
 class SparseSwitchNorm(SwitchNorm):
     """Sparse switchable norm: SparsestMax in place of softmax; one-hot in the end, by a radius that grows.
 
@@ -108,6 +117,7 @@ class SparseSwitchNorm(SwitchNorm):
                 logits.grad = None
 
 
+@register("mode")
 class ModeNorm(Norm):
     """Mode normalization: a gate assigns samples softly to ``num_modes`` modes, each with its own statistics."""
 

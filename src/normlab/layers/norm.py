@@ -24,16 +24,15 @@ from ..statistics.affine import (
     predictor_parameters,
 )
 from ..statistics.base import Sources, Statistics
-from ..statistics.mixture import Mixture
+from ..statistics.names import parse_statistics
 from ..statistics.plans import Plan, Pooled, Segments
 from ..statistics.pools import Pool
-from ..statistics.positional import Positional, normalize_positions
+from ..statistics.positional import normalize_positions
 from ..statistics.running import Policy, Track
 from .affine_maps import collapsed, predictor_tensors, separate
 from .checks import as_node, check_branches, check_counts, check_input, check_residual
 from .conditions import conditions, first_condition, plain_condition
 from .memory import KnownCalls, Processes, layout_of
-from .names import parse_statistics, with_ghost
 from .running_state import (
     AXES,
     check_run_shape,
@@ -134,7 +133,7 @@ class Norm(nn.Module):
             branches = check_branches(branches)
         statistics = parse_statistics(statistics)
         if ghost is not None:
-            statistics = with_ghost(statistics, ghost)
+            statistics = statistics.with_ghost(ghost)
         statistics.check(num_features)
         self.num_features, self.num_classes, self.branches = num_features, num_classes, branches
         self.statistics = statistics
@@ -177,6 +176,11 @@ class Norm(nn.Module):
     def process_group(self, group: ProcessGroup | None) -> None:
         self._processes = Processes(group)
 
+    @property
+    def share_of_new_batch(self) -> float | None:
+        """The momentum with which running statistics move; None: they are the average of all batches."""
+        return self.statistics.momentum(self.momentum)
+
     # --- construction -------------------------------------------------------------------------------------------
 
     def _make_parameters(self, device: Any, dtype: torch.dtype | None) -> None:
@@ -203,7 +207,7 @@ class Norm(nn.Module):
         learned = self.statistics.parameters(c)
         self._learned = tuple(learned)
         if "predicted" in self.affine_terms:
-            if isinstance(self.statistics, Positional) or any(p.kind == "run" for p in self.statistics.pools):
+            if self.statistics.per_position or any(p.kind == "run" for p in self.statistics.pools):
                 raise ValueError(
                     "a predicted affine map needs statistics of whole channels: instance, layer, group"
                 )
@@ -421,7 +425,7 @@ class Norm(nn.Module):
     def _run_by_passes(
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...]
     ) -> Tensor:
-        if isinstance(self.statistics, Positional):
+        if self.statistics.per_position:
             return normalize_positions(x, *collapsed(self, label, branch, style, x), self.eps)
         spatial = prod(x.shape[2:])
         live_batch = self._uses_batch()
@@ -475,10 +479,6 @@ class Norm(nn.Module):
         return self.training if forced is None else forced == "batch"
 
     # --- running statistics -------------------------------------------------------------------------------------
-
-    def _share(self) -> float | None:
-        average = isinstance(self.statistics, Mixture) and self.statistics.average == "batch"
-        return None if average else self.momentum
 
     # --- state dicts --------------------------------------------------------------------------------------------
 

@@ -15,10 +15,8 @@ from ..engine.contract import Update
 from ..engine.rows import Rows
 from ..statistics import running
 from ..statistics.base import Sources
-from ..statistics.modes import Modes
 from ..statistics.plans import Plan, Pooled, Segments, make_segments, rows_for
 from ..statistics.pools import Pool
-from ..statistics.renorm import Renorm
 from .checks import check_transform
 
 if TYPE_CHECKING:
@@ -99,9 +97,9 @@ def update_in_kernel(layer: Norm, segments: Sequence[Segments]) -> Update | None
     if len(tracked) != 1 or not moves:
         return None
     k = tracked[0]
-    names, track, momentum = layer._buffers_of[k], layer._tracks[k], layer._share()
+    names, track, momentum = layer._buffers_of[k], layer._tracks[k], layer.share_of_new_batch
     assert names is not None and track is not None
-    how = {Renorm: "deviation", Modes: "total"}.get(type(layer.statistics), "unbiased")
+    how = layer.statistics.moved_by_kernels
     each = isinstance(segments[k].branch, Tensor)
     whole = segments[k].number == (1 if layer.branches is None or not each else len(layer.branches))
     simple = (whole or segments[k].ghost > 0) and layer.process_group is None
@@ -145,7 +143,18 @@ def observe_batch(
     running.count_(batches, tracked[0][2], branches, ok)
     for names, pooled, s, how in tracked:
         mean, var = (getattr(layer, n) for n in names)
-        running.update_(mean, var, batches, pooled, s, branches, layer._share(), how, layer.eps, ok)
+        running.update_(
+            mean,
+            var,
+            batches,
+            pooled,
+            s,
+            branches,
+            layer.share_of_new_batch,
+            how,
+            layer.eps,
+            ok,
+        )
     set_run_shape(layer, tuple(x.shape[2:]), ok)
 
 
@@ -172,7 +181,9 @@ def _move_by_kernel(
         found.append((mean, var, pooled, how == "total"))
     counter = batches if layer.branches is None else batches[tracked[0][2].branch]
     for k, (mean, var, pooled, total) in enumerate(found):
-        kernels().move_running(mean, var, counter, pooled, layer._share(), total, k == len(found) - 1)
+        kernels().move_running(
+            mean, var, counter, pooled, layer.share_of_new_batch, total, k == len(found) - 1
+        )
     return True
 
 

@@ -8,9 +8,17 @@ import torch
 
 from ..statistics.pools import Pool, group, instance, layer
 from ..statistics.positional import Positional
+from ..statistics.registry import register
 from .norm import Norm
 
+__all__ = [
+    "GroupNorm", "GroupNorm1d", "GroupNorm2d", "GroupNorm3d", "InstanceNorm", "InstanceNorm1d",
+    "InstanceNorm2d", "InstanceNorm3d", "LayerNorm", "LayerNorm1d", "LayerNorm2d", "LayerNorm3d",
+    "PositionalNorm", "PositionalNorm1d", "PositionalNorm2d", "PositionalNorm3d",
+]  # fmt: skip
 
+
+@register("instance")
 class InstanceNorm(Norm):
     """Instance norm: one mean and variance for each channel of each sample.
 
@@ -37,6 +45,7 @@ class InstanceNorm(Norm):
         )
 
 
+@register("layer")
 class LayerNorm(Norm):
     """Layer norm of the papers: one mean and variance a sample, over channels and space; affine map a channel."""
 
@@ -49,6 +58,7 @@ class LayerNorm(Norm):
         super().__init__(num_features, layer, affine, eps=eps, device=device, dtype=dtype, act=act)
 
 
+@register("group")
 class GroupNorm(Norm):
     """Group norm: one mean and variance for each group of channels of each sample."""
 
@@ -63,6 +73,7 @@ class GroupNorm(Norm):
         )
 
 
+@register("positional")
 class PositionalNorm(Norm):
     """Positional norm: one mean and variance at each position, over the channels; affine map a channel."""
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..statistics.mixture import Mixture
-
 if TYPE_CHECKING:
     from .norm import Norm
 
@@ -65,11 +63,7 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
             continue
         if name == "num_batches_tracked" or (value.dim() and value.shape[-1] == own[name].shape[-1]):
             state[prefix + name] = value.expand_as(own[name]).clone()
-    if isinstance(layer.statistics, Mixture):
-        members = [p.name for p in layer.statistics.members]
-        if "batch" in members:
-            logits = layer.statistics.one_hot_logits(members.index("batch"))
-            moved |= {"mean_weight": logits, "var_weight": logits.clone()}
+    moved |= layer.statistics.start_as_batch()
     for name, value in moved.items():
         state[prefix + name] = value
     learned = (*layer._learned, *layer._predictor)

@@ -7,11 +7,26 @@ from typing import Any
 import torch
 
 from ..statistics.base import Statistics
+from ..statistics.names import parse_statistics
 from ..statistics.pools import Pool, instance
-from .names import parse_statistics
+from ..statistics.registry import register
 from .norm import Norm
 
+__all__ = [
+    "AdaptiveInstanceNorm", "AdaptiveInstanceNorm1d", "AdaptiveInstanceNorm2d", "AdaptiveInstanceNorm3d",
+    "InstanceLevelMetaNorm", "InstanceLevelMetaNorm1d", "InstanceLevelMetaNorm2d",
+    "InstanceLevelMetaNorm3d", "SandwichAdaptiveInstanceNorm", "SandwichAdaptiveInstanceNorm1d",
+    "SandwichAdaptiveInstanceNorm2d", "SandwichAdaptiveInstanceNorm3d",
+]  # fmt: skip
 
+
+@register(
+    "adaptive_instance",
+    target=False,
+    row="instance",
+    column="style",
+    page="adaptive-instance",
+)
 class AdaptiveInstanceNorm(Norm):
     """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``."""
 
@@ -27,6 +42,13 @@ class AdaptiveInstanceNorm(Norm):
         super().__init__(num_features, instance, "style", eps=eps, device=device, dtype=dtype, act=act)
 
 
+@register(
+    "sandwich_adaptive_instance",
+    target=False,
+    row="instance",
+    column="sandwich, then style",
+    page="adaptive-instance",
+)
 class SandwichAdaptiveInstanceNorm(Norm):
     """Adaptive instance norm with a shared affine map before the style's. ``layer(content, style)``."""
 
@@ -44,6 +66,16 @@ class SandwichAdaptiveInstanceNorm(Norm):
         )
 
 
+@register(
+    "meta",
+    first="key_size",
+    options={"key_size": 16},
+    divides=("key_size",),
+    short=("ilm",),
+    row="instance",
+    column="predicted",
+    page="meta",
+)
 class InstanceLevelMetaNorm(Norm):
     """Instance-level meta norm: the affine map is predicted from the sample's own moments.
 

@@ -19,7 +19,6 @@ from ..layers.norm import Norm
 from ..layers.running_state import set_run_shape
 from ..statistics.across_ranks import gather_statistics, sum_over_ranks
 from ..statistics.plans import Pooled, Segments
-from ..statistics.renorm import Renorm
 from ..statistics.running import Policy
 
 if TYPE_CHECKING:
@@ -144,8 +143,8 @@ def averaging(model: nn.Module) -> list[Norm]:
     return [
         m
         for m in model.modules()
-        if isinstance(m, Norm) and m.track_running_stats and m._share() is None and m.policy.update
-        and not isinstance(m.statistics, Renorm)
+        if isinstance(m, Norm) and m.track_running_stats and m.share_of_new_batch is None and m.policy.update
+        and not m.statistics.reads_running
     ]  # fmt: skip
 
 

@@ -19,15 +19,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..layers import GroupNorm, Norm
 from ..layers.conditions import branch_index, label_index
 from ..statistics.affine import compose, select, select_branch
-from ..statistics.base import Statistics
-from ..statistics.kalman import Kalman
-from ..statistics.mixture import Mixture
-from ..statistics.modes import Modes
 from ..statistics.pools import Pool, batch, group, instance
-from ..statistics.positional import Positional
-from ..statistics.renorm import Renorm
 from ..statistics.running import Policy
-from ..statistics.single import Single
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -196,13 +189,13 @@ def _read_torch(module: Any, kind: str, dims: int | None) -> Plain:
 
 def _read_own(layer: Norm, branch: str | None, label: int | None) -> Plain:
     c = layer.num_features
-    place, trains, reason = _pool_of(layer)
+    place, trains, reason = layer.statistics.plain_pool(layer._learned_values())
     weight, bias, affine_reason = _affine_of(layer, branch, label)
     found = Plain(
         c, None, layer.eps, layer.dims, weight, bias, affine=bool(layer.affine_terms),
         tracked=layer.track_running_stats, momentum=layer.momentum, policy=layer.policy, trains=trains,
         groups=layer.statistics.pools[0].groups if isinstance(layer, GroupNorm) else None,
-        positional=isinstance(layer.statistics, Positional) and not affine_reason,
+        positional=layer.statistics.per_position and not affine_reason,
         frozen=frozenset(n for n, p in layer.named_parameters() if not p.requires_grad),
         synchronized=layer.process_group is not None, process_group=layer.process_group,
         reason=reason or affine_reason,
@@ -223,33 +216,6 @@ def _read_own(layer: Norm, branch: str | None, label: int | None) -> Plain:
         return replace(found, reason="its groups cross the borders of channels")
     mean, var = (t.reshape(-1).repeat_interleave(c // t.numel()) for t in (mean, var))
     return replace(found, pool=pool, mean=mean, var=var, batches=batches)
-
-
-def _pool_of(layer: Norm) -> tuple[int | None, bool, str]:
-    """Which of the layer's pools it uses, whether in training too, and why not where it is none."""
-    statistics: Statistics = layer.statistics
-    if isinstance(statistics, Single):
-        if statistics.example_weight:
-            return None, False, "mixes the example's own statistics in"
-        return 0, True, ""
-    if isinstance(statistics, (Renorm, Kalman)):
-        return 0, False, ""
-    if isinstance(statistics, Modes):
-        return (0, True, "") if statistics.number == 1 else (None, False, "gates samples into modes")
-    if isinstance(statistics, Mixture):
-        with torch.no_grad():
-            weights = statistics.weights(layer._learned_values())  # [2, K] or [2, K, groups]
-            if weights.device.type == "meta":
-                return None, False, "has no values to see which pool it chose"
-            best, at = weights.flatten(2).max(1) if weights.dim() > 2 else weights.max(1)
-        if float(best.min()) < 1 - 1e-6:  # float32 rounding of a one-hot softmax
-            return None, False, "a mixture of several pools; harden() it first"
-        if int(at.min()) != int(at.max()):
-            return None, False, "takes means and variances, or channel groups, from different pools"
-        return int(at.min()), True, ""
-    if isinstance(statistics, Positional):
-        return None, True, "normalizes over the channels at each position"
-    return None, False, f"statistics of its own, {statistics.label}"
 
 
 def _affine_of(

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from ..layers.norm import Norm
 from ..layers.state_dict import complete_state
 from ..statistics.affine import compose
-from ..statistics.kalman import Kalman
-from ..statistics.mixture import Mixture
-from ..statistics.modes import Modes
 from ..statistics.pools import Pool
-from ..statistics.positional import Positional
-from ..statistics.renorm import Renorm
-from ..statistics.single import Single
 from .description import Plain, canonical, is_norm, read
 
 __all__ = ["NEW", "SAME", "SAME_IN_EVALUATION", "merge_tables", "take_over"]
@@ -41,22 +35,16 @@ def take_over(new: nn.Module, old: nn.Module, source: Plain) -> tuple[str, list[
         return _from_own(new, old), []
     notes = []
     place = _place_of(new, source)
-    if "running_mean" in given:
-        _regroup(new, given)
-    if isinstance(new.statistics, Renorm) and new.momentum is not None and not _renorm(old):
-        given["num_batches_tracked"] = torch.zeros((), dtype=torch.long)
-        notes.append("batch renorm counts batches from the conversion on")
+    statistics = new.statistics
+    if new.track_running_stats:
+        before = old.statistics if isinstance(old, Norm) else None
+        notes += statistics.adapt_running(given, new.num_features, new.momentum, before)
     complete_state(new, given, "")
-    if isinstance(new.statistics, Mixture):
-        notes += _choose(new, new.statistics, place, given)
+    notes += statistics.start_at(place, given, None if place is None else new._buffers_of[place])
     _fill(new, given)
     if new.track_running_stats and not source.tracked:
         notes.append("running statistics start at mean 0 and variance 1: train, or call normlab.calibrate")
     return _kept(new, source, place), notes
-
-
-def _renorm(layer: nn.Module) -> bool:
-    return isinstance(layer, Norm) and isinstance(layer.statistics, Renorm)
 
 
 def _fill(new: nn.Module, given: Mapping[str, Tensor]) -> None:
@@ -64,34 +52,6 @@ def _fill(new: nn.Module, given: Mapping[str, Tensor]) -> None:
     for name, value in given.items():
         if name in own and own[name].shape == value.shape:
             own[name].copy_(value)
-
-
-def _regroup(new: Norm, given: dict[str, Tensor]) -> None:
-    """Statistics of channels as those of the groups of channels that the new layer tracks."""
-    if not isinstance(new.statistics, Single) or not new.track_running_stats:
-        return
-    groups = new.statistics.pool.tracked(new.num_features)
-    mean, var = given.pop("running_mean"), given.pop("running_var")
-    if groups != new.num_features and new.num_features % groups == 0:
-        mean, var = mean.reshape(groups, -1), var.reshape(groups, -1)
-        mean, var = mean.mean(1), var.mean(1) + mean.var(1, correction=0)
-    if mean.shape[0] == groups:
-        given |= {"running_mean": mean, "running_var": var}
-
-
-def _choose(new: Norm, mixture: Mixture, place: int | None, given: dict[str, Tensor]) -> list[str]:
-    """All the weight on the pool that the old layer used; equal weights where there is none."""
-    for name in ("mean_weight", "var_weight"):
-        given.pop(name, None)
-    if place is None:
-        return []
-    given |= {n: mixture.one_hot_logits(place) for n in ("mean_weight", "var_weight")}
-    names = new._buffers_of[place]
-    if names is not None and names[0] != "running_mean" and "running_mean" in given:
-        given |= {names[0]: given.pop("running_mean"), names[1]: given.pop("running_var")}
-    if mixture.weighting == "softmax":
-        return ["the mixture starts on one pool and leaves it slowly; keep=False starts from equal weights"]
-    return ["a sparse mixture on one pool does not learn another; keep=False starts from equal weights"]
 
 
 def _place_of(new: Norm, source: Plain) -> int | None:
@@ -112,20 +72,19 @@ def _kept(new: Norm, source: Plain, place: int | None) -> str:
         return NEW
     if source.affine and not new.affine_terms:
         return NEW
-    if isinstance(statistics, Positional):
+    if statistics.per_position:
         return SAME if source.positional else NEW
-    if place is None or not isinstance(statistics, (Single, Mixture, Modes, Renorm, Kalman)):
-        return NEW
-    if isinstance(statistics, Single) and statistics.example_weight:
+    in_training, in_evaluation = statistics.stands_for(new.momentum)
+    if place is None or not in_evaluation:
         return NEW
     pool = canonical(statistics.pools[place], new.num_features)
     if not pool.over_batch:
         return SAME
     if new.track_running_stats != source.tracked:
         return NEW
-    everywhere = source.trains and pool == source.pool and not isinstance(statistics, Modes)
-    everywhere = everywhere and not (isinstance(statistics, Renorm) and new.momentum is None)
-    return SAME if everywhere else SAME_IN_EVALUATION if source.tracked else NEW
+    if in_training and source.trains and pool == source.pool:
+        return SAME
+    return SAME_IN_EVALUATION if source.tracked else NEW
 
 
 def _kept_by_torch(new: nn.Module, source: Plain) -> str:

@@ -8,7 +8,6 @@ from torch import nn
 
 from ..engine.messages import check_model
 from ..layers import Norm, SparseSwitchNorm, SwitchNorm
-from ..statistics.mixture import Mixture
 
 __all__ = ["harden", "importance", "set_radius"]
 
@@ -41,11 +40,12 @@ def importance(model: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
     A :class:`normlab.Norm` whose statistics are a mixture is one, with whatever affine map and branches.
     """
     check_model(model, "importance")
-    return {
+    found = {
         name: layer.statistics.importance(layer._learned_values())
         for name, layer in model.named_modules()
-        if isinstance(layer, Norm) and isinstance(layer.statistics, Mixture)
+        if isinstance(layer, Norm)
     }
+    return {name: weights for name, weights in found.items() if weights is not None}
 
 
 def _layers(model: nn.Module, kind: type[Kind]) -> list[Kind]:

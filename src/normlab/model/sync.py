@@ -9,7 +9,6 @@ from torch import nn
 
 from ..engine.messages import check_model
 from ..layers.norm import Norm
-from ..statistics.kalman import Kalman
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,8 +42,8 @@ def sync(model: nn.Module, process_group: ProcessGroup | None = None) -> nn.Modu
                 f"{type(layer).__name__} takes statistics of a few samples at a time ({ghosts[0]}), which is the "
                 "opposite of synchronizing; build it without ghost"
             )
-        if isinstance(layer.statistics, Kalman):
-            raise ValueError("KalmanNorm predicts from local samples and cannot be synchronized")
+        if not layer.statistics.synchronizes:
+            raise ValueError(f"{type(layer).__name__} predicts from local samples and cannot be synchronized")
     for layer in layers:
         layer.process_group = group
     return model

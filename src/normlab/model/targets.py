@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,53 +13,40 @@ from torch import nn
 from .. import layers
 from ..engine.messages import nearest
 from ..layers import Norm
-from ..statistics.kalman import Kalman
-from ..statistics.pools import largest_divisor
+from ..layers.by_name import family, fit_to_channels, make_layer, options_of
+from ..statistics.registry import NORMALIZERS, Normalizer, register
 from .description import Plain
 from .inheritance import NEW, take_over
 
-__all__ = ["TARGETS", "LayerMaker", "Target"]
+__all__ = ["TARGETS", "LayerMaker"]
 
 
-class Target(NamedTuple):
-    """What a name stands for: a family of layers, its options where none are given, and those that must be."""
-
-    layer: type[nn.Module]  # its 1d, 2d or 3d form is taken, as the layer that it replaces
-    options: Mapping[str, Any] = {}
-    required: tuple[str, ...] = ()
+# What leaves no layer: nothing at all, or weights that are normalized instead.
+register("none", short=("identity",))(nn.Identity)
+register("weight", short=("wn",), page="weight-norm")(nn.Identity)
 
 
-TARGETS: dict[str, Target] = {
-    "none": Target(nn.Identity),
-    "batch": Target(layers.BatchNorm),
-    "instance": Target(layers.InstanceNorm),
-    "layer": Target(layers.LayerNorm),
-    "group": Target(layers.GroupNorm, {"num_groups": 32}),
-    "positional": Target(layers.PositionalNorm),
-    "batch_group": Target(layers.BatchGroupNorm, {"num_groups": None}),  # None: one for each channel
-    "ghost": Target(layers.BatchNorm, {}, ("ghost",)),  # with num_groups: GhostBatchGroupNorm
-    "switchable": Target(layers.SwitchNorm),
-    "sparse_switchable": Target(layers.SparseSwitchNorm),
-    "conditional": Target(layers.ConditionalBatchNorm, {}, ("num_classes",)),
-    "sandwich": Target(layers.SandwichBatchNorm, {}, ("num_classes",)),
-    "auxiliary": Target(layers.AuxiliaryBatchNorm, {"branches": ("main", "aux")}),
-    "sandwich_auxiliary": Target(layers.SandwichAuxiliaryBatchNorm, {"branches": ("main", "aux")}),
-    "mode": Target(layers.ModeNorm, {"num_modes": 2}),
-    "batch_renorm": Target(layers.BatchRenorm),
-    "meta": Target(layers.InstanceLevelMetaNorm, {"key_size": 16}),
-    "weight": Target(nn.Identity),
-}
-_DIVIDES = ("num_groups", "key_size")  # options that must divide the channels, of the families below
-_DIVIDED = (layers.GroupNorm, layers.GhostBatchGroupNorm, layers.InstanceLevelMetaNorm)
+class _Targets(Mapping[str, Normalizer]):
+    """The normalizers that models can be converted to, by name."""
+
+    def __getitem__(self, name: str) -> Normalizer:
+        found = NORMALIZERS[name]
+        if not found.target:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, entry in NORMALIZERS.items() if entry.target)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<targets {', '.join(self)}>"
+
+
+TARGETS: Mapping[str, Normalizer] = _Targets()
 _INSTANCE = (layers.InstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-
-def family(name: str, options: Mapping[str, Any]) -> type[nn.Module]:
-    """The layers that a target stands for with these options."""
-    return layers.GhostBatchGroupNorm if name == "ghost" and "num_groups" in options else TARGETS[name].layer
-
-
-# --- making ------------------------------------------------------------------------------------------------------
 
 
 class LayerMaker:
@@ -67,16 +54,16 @@ class LayerMaker:
 
     def __init__(self, to: str | Callable[..., nn.Module], options: dict[str, Any], keep: bool) -> None:
         self.given, self.keep = options, keep
-        self.named = isinstance(to, str)
+        self.named = to if isinstance(to, str) else ""
         self.title = to if isinstance(to, str) else getattr(to, "__name__", type(to).__name__)
         self.defaults: Mapping[str, Any] = {}
-        self.make: Callable[..., Any]
+        self.make: Any
         if isinstance(to, str):
             if to not in TARGETS:
                 raise ValueError(f"there is no target {to!r}; {nearest(to, TARGETS)}")
-            _, self.defaults, required = TARGETS[to]
+            self.defaults = TARGETS[to].options
             self.make = family(to, options)
-            for name in required:
+            for name in TARGETS[to].required:
                 if options.get(name) is None:
                     raise ValueError(f"{to!r} needs {name}=...: convert(model, {to!r}, {name}=...)")
         elif callable(to):
@@ -85,11 +72,10 @@ class LayerMaker:
             raise TypeError(
                 f"to is a name, a class or a function of the number of channels; got {type(to).__name__}"
             )
-        self.takes = _parameters(self.make)
+        self.takes = set(options_of(self.named, options)) if self.named else _parameters(self.make)
         # Channels, device and dtype are those of the layer that is replaced.
-        known = sorted(self.takes - {"num_features", "num_channels", "device", "dtype"})
-        for name in options.keys() - {*known} if self.named else ():
-            hint = nearest(name, known) if known else "it takes none"
+        for name in options.keys() - self.takes if self.named else ():
+            hint = nearest(name, sorted(self.takes)) if self.takes else "it takes none"
             raise TypeError(f"{self.title!r} takes no option {name!r}; {hint}")
 
     def __call__(
@@ -98,12 +84,10 @@ class LayerMaker:
         if self.make is nn.Identity:
             return nn.Identity(), NEW, []
         options, notes = self._options(source)
-        make = self.make
         if self.named:
-            make = getattr(layers, f"{make.__name__}{source.dims}d") if source.dims else make
-            new = make(**{self._channels(): source.channels}, **options)
+            new = make_layer(self.named, source.channels, source.dims, options)
         else:
-            name = self._channels() if inspect.isclass(self.make) else ""
+            make, name = self.make, self._channels() if inspect.isclass(self.make) else ""
             new = make(**{name: source.channels}, **options) if name else make(source.channels, **options)
             if not isinstance(new, nn.Module):
                 raise TypeError(f"{self.title}({source.channels}) gave {type(new).__name__}, not a module")
@@ -133,18 +117,7 @@ class LayerMaker:
         if not (self.named or inspect.isclass(self.make)):
             from_source = {}
         options = {k: v for k, v in {**self.defaults, **from_source}.items() if k in self.takes} | self.given
-        notes = []
-        if self.make is layers.BatchGroupNorm and options["num_groups"] is None:
-            options["num_groups"] = source.channels
-        if self.make in _DIVIDED:
-            for name in _DIVIDES:
-                wanted = options.get(name)
-                if isinstance(wanted, int) and wanted > 0 and source.channels % wanted:
-                    options[name] = largest_divisor(source.channels, wanted)
-                    notes.append(
-                        f"{name}={wanted} does not divide {source.channels} channels: {options[name]} there"
-                    )
-        return options, notes
+        return fit_to_channels(self.named, source.channels, options) if self.named else (options, [])
 
     def _channels(self) -> str:
         """What the number of channels is called, which is not the first argument of group norm."""
@@ -165,7 +138,7 @@ def _parameters(make: Callable[..., Any]) -> set[str]:
 def _synchronize(new: Norm, source: Plain) -> list[str]:
     if not source.synchronized or not any(p.over_batch and p.ghost is None for p in new.statistics.pools):
         return []
-    if isinstance(new.statistics, Kalman):
+    if not new.statistics.synchronizes:
         return []
     if source.process_group is not None:
         new.process_group = source.process_group

@@ -8,17 +8,20 @@ parameters of its own) that a module instantiates. The papers' rules are here; a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from enum import Enum, auto
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..engine.contract import Coefficients, Moments, Rule
+from ..engine.messages import check_number
 from .plans import Plan, Pooled
-from .pools import Pool
+from .pools import Pool, batch
 from .running import Track
 
-__all__ = ["Recorded", "Sources", "Statistics", "running_statistics"]
+__all__ = ["Kernels", "OfBatch", "PlainPool", "Recorded", "Sources", "Statistics", "running_statistics"]
 
 
 class Sources(NamedTuple):
@@ -33,6 +36,23 @@ class Sources(NamedTuple):
     eps: float
 
 
+class Kernels(Enum):
+    """Which GPU kernels serve statistics."""
+
+    CLOSED_FAMILY = auto()  # weighted sums of at most one pool of each kind
+    MODES = auto()
+    POSITIONS = auto()
+    AROUND_RULE = auto()  # the passes, and torch operators for what ``combine`` does between them
+
+
+class PlainPool(NamedTuple):
+    """Which pool of some statistics standardizes."""
+
+    place: int | None  # None: not a single one
+    trains: bool = True  # in training too; otherwise in evaluation only
+    reason: str = ""  # why it is none
+
+
 class Statistics:
     """Base of all statistics; also of a user's own.
 
@@ -41,7 +61,19 @@ class Statistics:
     """
 
     pools: tuple[Pool, ...] = ()
-    reads_running = False  # whether the rule wants running statistics also while the batch's normalize
+    affine: ClassVar[str] = "shared"  # the affine map where a layer is given none
+    reads_running: ClassVar[bool] = (
+        False  # whether the rule reads running statistics while the batch's normalize
+    )
+    synchronizes: ClassVar[bool] = True  # whether processes may share the statistics of a batch
+    per_position: ClassVar[bool] = (
+        False  # whether coefficients vary over space: then there are no pools and no rule
+    )
+    moved_by_kernels: ClassVar[str] = "unbiased"  # how whole kernels move the running variance, see Track
+
+    def kernels(self, live: bool) -> Kernels:
+        """Which kernels serve these statistics, with those of the batch (``live``) or with running ones."""
+        return Kernels.AROUND_RULE
 
     def check(self, channels: int) -> None:
         """Raise where these statistics cannot serve that many channels."""
@@ -59,6 +91,57 @@ class Statistics:
     def tensors(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """What the rule receives, from the parameters."""
         return tuple(p.values())
+
+    def logits(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Two tensors that softmax turns into the weights of pools, where these statistics weight pools."""
+        return ()
+
+    def importance(self, p: Mapping[str, Tensor]) -> dict[str, tuple[float, float]] | None:
+        """The weight of each pool in the mean and in the variance, where pools have learned weights."""
+        return None
+
+    def momentum(self, given: float | None) -> float | None:
+        """The momentum of running statistics where the layer was ``given`` one; None averages all batches."""
+        return given
+
+    def with_ghost(self, ghost: int) -> Statistics:
+        """The same statistics, of ``ghost`` samples at a time."""
+        raise ValueError(
+            f"{type(self).__name__} does not take ghost=...; give its pools a ghost size, as in 'batch/ghost=4'"
+        )
+
+    def finish(self, y: Tensor, p: Mapping[str, Tensor]) -> Tensor:
+        """What follows the affine map and the residual, before the activation."""
+        return y
+
+    # Conversion: from a layer that standardizes with one pool, and to one.
+
+    def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
+        """Which one of the pools standardizes, where it is one."""
+        return PlainPool(None, False, f"statistics of its own, {self.label}")
+
+    def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
+        """Whether the layer can compute what one of its pools computes: in training, and in evaluation."""
+        return False, False
+
+    def adapt_running(
+        self, state: dict[str, Tensor], channels: int, momentum: float | None, before: Statistics | None
+    ) -> list[str]:
+        """Turn batch norm's running statistics in ``state`` into those tracked here; notes for the user.
+
+        ``before`` are the statistics of the old layer, where it is a layer of normlab.
+        """
+        return []
+
+    def start_at(
+        self, place: int | None, state: dict[str, Tensor], names: tuple[str, str] | None
+    ) -> list[str]:
+        """Fill ``state`` so that pool ``place`` alone standardizes; ``names`` are its buffers. Notes for the user."""
+        return []
+
+    def start_as_batch(self) -> dict[str, Tensor]:
+        """Learned values with which these statistics are batch norm's, where a plain batch norm is loaded."""
+        return {}
 
     def combine(
         self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float
@@ -145,3 +228,17 @@ class _Combined(Recorded):
             name, got = type(self.statistics).__name__, type(found).__name__
             raise TypeError(f"{name}.combine returns Coefficients(center, scale, shift); got {got}")
         return found, None
+
+
+class OfBatch(Statistics):
+    """Statistics of one pool, the batch's, or ``ghost`` samples of it at a time."""
+
+    ghost: int | None
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
+        return (replace(batch, ghost=self.ghost),)
+
+    def with_ghost(self, ghost: int) -> Statistics:
+        check_number(ghost, "ghost", " samples a statistic")
+        return replace(self, ghost=ghost)  # type: ignore[type-var]  # subclasses are dataclasses

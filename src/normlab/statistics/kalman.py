@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.contract import Coefficients, Rule
-from . import pools as _pools
-from .base import Recorded, Sources, Statistics
-from .pools import Pool
+from .base import OfBatch, PlainPool, Recorded, Sources
+from .registry import register
 from .weighted_pools import WeightedPools
 
 __all__ = ["Kalman", "predict"]
 
 
+@register(
+    "kalman",
+    first="gain",
+    target=False,
+    row="batch, predicted from the layer before",
+    shares="as batch, combined with what the layer before predicts",
+    page="kalman",
+)
 @dataclass(frozen=True)
-class Kalman(Statistics):
+class Kalman(OfBatch):
     """Batch Kalman normalization, diagonal form: batch statistics combined with those predicted from the layer before.
 
     ``gain`` is the share of the prediction. Where the predicted variance is on average 100 times the batch's or more,
@@ -28,18 +36,21 @@ class Kalman(Statistics):
     gain: float = 0.1
     guard_ratio: float = 100.0
     ghost: int | None = None
+    synchronizes: ClassVar[bool] = False  # it predicts from local samples
 
     def __post_init__(self) -> None:
         if not 0 <= self.gain <= 1:
             raise ValueError(f"gain is {self.gain}; it is the share of the prediction, between 0 and 1")
 
     @property
-    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
-        return (replace(_pools.batch, ghost=self.ghost),)
-
-    @property
     def label(self) -> str:
         return "batch, predicted" if self.ghost is None else f"batch/ghost={self.ghost}, predicted"
+
+    def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
+        return PlainPool(0, trains=False)
+
+    def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
+        return True, True
 
     def rule(self, sources: Sources) -> Rule:
         return _Predicted(self, sources) if sources.live[0] else WeightedPools(sources)

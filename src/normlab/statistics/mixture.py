@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from ..engine.contract import Rule
 from ..engine.messages import check_number
 from ..engine.numerics import at_least_single
 from . import pools as _pools
-from .base import Recorded, Sources, Statistics
+from .base import Kernels, PlainPool, Recorded, Sources, Statistics
 from .pools import Pool, parse_pool
+from .registry import register
 from .running import Track
 from .sparsestmax import sparsest_logits, sparsestmax
 from .weighted_pools import RecordedWeightedPools, WeightedPools, softmax_weights
@@ -67,6 +68,20 @@ class Mixture(Statistics):
     def label(self) -> str:
         return "+".join(map(str, self.members))
 
+    def kernels(self, live: bool) -> Kernels:
+        # With one pool the kernels would leave the weight out.
+        return Kernels.CLOSED_FAMILY if self.groups == 1 and len(self.members) > 1 else Kernels.AROUND_RULE
+
+    def momentum(self, given: float | None) -> float | None:
+        return None if self.average == "batch" else given
+
+    def with_ghost(self, ghost: int) -> Mixture:
+        if not any(p.over_batch for p in self.members):
+            raise ValueError(f"ghost={ghost} needs a pool over the batch; {self.label} has none")
+        return replace(
+            self, members=tuple(replace(p, ghost=ghost) if p.over_batch else p for p in self.members)
+        )
+
     def check(self, channels: int) -> None:
         super().check(channels)
         _pools.check_groups(channels, self.groups, "groups of weights")
@@ -101,6 +116,46 @@ class Mixture(Statistics):
             mean, var = (w.reshape(w.shape[0], -1).mean(1).tolist() for w in self.weights(p))
         return {str(m): pair for m, pair in zip(self.members, zip(mean, var, strict=True), strict=True)}
 
+    def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
+        with torch.no_grad():
+            weights = self.weights(p)  # [2, K] or [2, K, groups]
+            if weights.device.type == "meta":
+                return PlainPool(None, False, "has no values to see which pool it chose")
+            best, at = weights.flatten(2).max(1) if weights.dim() > 2 else weights.max(1)
+        if float(best.min()) < 1 - 1e-6:  # float32 rounding of a one-hot softmax
+            return PlainPool(None, False, "a mixture of several pools; harden() it first")
+        if int(at.min()) != int(at.max()):
+            return PlainPool(
+                None, False, "takes means and variances, or channel groups, from different pools"
+            )
+        return PlainPool(int(at.min()))
+
+    def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
+        return True, True
+
+    def start_at(
+        self, place: int | None, state: dict[str, Tensor], names: tuple[str, str] | None
+    ) -> list[str]:
+        for name in ("mean_weight", "var_weight"):
+            state.pop(name, None)
+        if place is None:  # equal weights
+            return []
+        state |= {n: self.one_hot_logits(place) for n in ("mean_weight", "var_weight")}
+        if names is not None and names[0] != "running_mean" and "running_mean" in state:
+            state |= {names[0]: state.pop("running_mean"), names[1]: state.pop("running_var")}
+        if self.weighting == "softmax":
+            return [
+                "the mixture starts on one pool and leaves it slowly; keep=False starts from equal weights"
+            ]
+        return ["a sparse mixture on one pool does not learn another; keep=False starts from equal weights"]
+
+    def start_as_batch(self) -> dict[str, Tensor]:
+        members = [p.name for p in self.members]
+        if "batch" not in members:
+            return {}
+        logits = self.one_hot_logits(members.index("batch"))
+        return {"mean_weight": logits, "var_weight": logits.clone()}
+
     def one_hot_logits(self, k: int) -> Tensor:
         """Logits that put all the weight on pool ``k``."""
         logits = torch.zeros(len(self.members))
@@ -121,3 +176,29 @@ class Mixture(Statistics):
 
 def _sparsest(mean_weight: Tensor, var_weight: Tensor, radius: Tensor) -> Tensor:
     return sparsestmax(at_least_single(torch.stack((mean_weight, var_weight))), radius, dim=1)
+
+
+def _switchable(pools: Sequence[str | Pool] = ("instance", "layer", "batch"), groups: int = 1) -> Mixture:
+    return Mixture.of(pools, groups=groups)
+
+
+def _sparse(pools: Sequence[str | Pool] = ("instance", "layer", "batch"), groups: int = 1) -> Mixture:
+    return Mixture.of(pools, groups=groups, weighting="sparsestmax")
+
+
+register(
+    "switchable",
+    short=("sn",),
+    first="pools",
+    row="learned mixture",
+    shares="a learned mixture of pools",
+    page="switchable",
+)(_switchable)
+register(
+    "sparse_switchable",
+    short=("ssn",),
+    first="pools",
+    row="learned choice",
+    shares="one pool, chosen while training",
+    page="sparse-switchable",
+)(_sparse)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,29 +12,35 @@ from torch import Tensor
 from ..engine.contract import Coefficients, Moments, Rule
 from ..engine.messages import check_number
 from ..engine.rows import add_up, take
-from . import pools as _pools
 from .across_ranks import gather_statistics
-from .base import Sources, Statistics
+from .base import Kernels, OfBatch, PlainPool, Sources
 from .plans import Pooled
-from .pools import Pool
+from .registry import register
 from .running import Track
 
 __all__ = ["Modes"]
 
 
+@register(
+    "mode",
+    aliases=("modes",),
+    short=("mn",),
+    first="num_modes",
+    options={"num_modes": 2},
+    row="soft modes",
+    shares="as batch, of the samples that belong to one mode, each by its share",
+    page="mode",
+)
 @dataclass(frozen=True)
-class Modes(Statistics):
+class Modes(OfBatch):
     """Mode normalization: samples belong softly to ``number`` modes, each with statistics of its own."""
 
     number: int = 2
     ghost: int | None = None
+    moved_by_kernels: ClassVar[str] = "total"
 
     def __post_init__(self) -> None:
         check_number(self.number, "num_modes")
-
-    @property
-    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
-        return (replace(_pools.batch, ghost=self.ghost),)
 
     @property
     def label(self) -> str:
@@ -47,6 +55,15 @@ class Modes(Statistics):
 
     def tracks(self, channels: int) -> tuple[Track | None, ...]:
         return (Track((self.number, channels), "total"),)
+
+    def kernels(self, live: bool) -> Kernels:
+        return Kernels.MODES
+
+    def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
+        return PlainPool(0) if self.number == 1 else PlainPool(None, False, "gates samples into modes")
+
+    def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
+        return False, True
 
     def rule(self, sources: Sources) -> Rule:
         return _Gated(self.number, sources)

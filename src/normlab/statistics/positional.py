@@ -7,9 +7,10 @@ saved for backward: the statistics, one pair a position, are computed again. Her
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +19,34 @@ from ..engine.backends import must_trace
 from ..engine.coefficients import like_affine
 from ..engine.expression import differentiate, wants_plain
 from ..engine.numerics import at_least_single
-from .base import Statistics
+from .base import Kernels, PlainPool, Statistics
+from .registry import register
 
 __all__ = ["OfPositions", "Positional", "normalize_positions", "plain_positions"]
 
 
+@register(
+    "positional",
+    short=("pn", "pono"),
+    row="position",
+    shares="all channels at one position of one sample",
+    page="positional",
+)
 @dataclass(frozen=True)
 class Positional(Statistics):
     """Over the channels at each position: not a pool of rows, so the engine's contract does not hold it."""
 
+    per_position: ClassVar[bool] = True
+
     @property
     def label(self) -> str:
         return "positional"
+
+    def kernels(self, live: bool) -> Kernels:
+        return Kernels.POSITIONS
+
+    def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
+        return PlainPool(None, True, "normalizes over the channels at each position")
 
 
 def normalize_positions(

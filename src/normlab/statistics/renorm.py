@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..engine.contract import Coefficients, Moments, Rule
-from . import pools as _pools
-from .base import Sources, Statistics
+from .base import Kernels, OfBatch, PlainPool, Sources, Statistics
 from .plans import Pooled
-from .pools import Pool
+from .registry import register
 from .running import Track
 from .weighted_pools import WeightedPools
 
 __all__ = ["Renorm"]
 
 
+@register(
+    "batch_renorm",
+    aliases=("renorm",),
+    short=("brn",),
+    row="batch, corrected",
+    shares="as batch, corrected towards the running statistics",
+    page="batch-renorm",
+)
 @dataclass(frozen=True)
-class Renorm(Statistics):
+class Renorm(OfBatch):
     """Batch renormalization: batch statistics corrected towards the running ones, within bounds that a schedule opens.
 
     Until ``warmup`` batches it is batch norm exactly; then the bound of the ratio grows linearly to ``r_max`` at batch
@@ -34,16 +42,13 @@ class Renorm(Statistics):
     d_steps: int = 25000
     ghost: int | None = None
     reads_running: ClassVar[bool] = True
+    moved_by_kernels: ClassVar[str] = "deviation"
 
     def __post_init__(self) -> None:
         if self.r_max < 1 or self.d_max < 0:
             raise ValueError(
                 f"r_max must be at least 1 and d_max at least 0; got {self.r_max} and {self.d_max}"
             )
-
-    @property
-    def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
-        return (replace(_pools.batch, ghost=self.ghost),)
 
     @property
     def label(self) -> str:
@@ -57,6 +62,26 @@ class Renorm(Statistics):
         done = batches - self.warmup
         r = 1 + (self.r_max - 1) * (done / max(self.r_steps - self.warmup, 1)).clamp(0, 1)
         return r, self.d_max * (done / max(self.d_steps - self.warmup, 1)).clamp(0, 1)
+
+    def kernels(self, live: bool) -> Kernels:
+        return Kernels.CLOSED_FAMILY
+
+    def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
+        return PlainPool(0, trains=False)
+
+    def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
+        return (
+            momentum is not None,
+            True,
+        )  # an average of all batches leaves no batch at which the correction begins
+
+    def adapt_running(
+        self, state: dict[str, Tensor], channels: int, momentum: float | None, before: Statistics | None
+    ) -> list[str]:
+        if momentum is None or isinstance(before, Renorm):
+            return []
+        state["num_batches_tracked"] = torch.zeros((), dtype=torch.long)
+        return ["batch renorm counts batches from the conversion on"]
 
     def rule(self, sources: Sources) -> Rule:
         if not sources.live[0] or sources.running[0] is None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..engine.contract import Coefficients, Rule
-from .base import Recorded, Sources, Statistics, running_statistics
+from .base import Kernels, PlainPool, Recorded, Sources, Statistics, running_statistics
 from .plans import Plan, Pooled
-from .pools import Pool
+from .pools import Pool, batch, instance, layer
+from .registry import register
 from .running import Track
 from .weighted_pools import RecordedWeightedPools, WeightedPools
 
@@ -43,6 +44,34 @@ class Single(Statistics):
     @property
     def label(self) -> str:
         return str(self.pool)
+
+    def kernels(self, live: bool) -> Kernels:
+        return Kernels.AROUND_RULE if self.example_weight and not live else Kernels.CLOSED_FAMILY
+
+    def with_ghost(self, ghost: int) -> Single:
+        return replace(self, pool=replace(self.pool, ghost=ghost))
+
+    def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
+        if self.example_weight:
+            return PlainPool(None, False, "mixes the example's own statistics in")
+        return PlainPool(0)
+
+    def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
+        return not self.example_weight, not self.example_weight
+
+    def adapt_running(
+        self, state: dict[str, Tensor], channels: int, momentum: float | None, before: Statistics | None
+    ) -> list[str]:
+        if "running_mean" not in state:
+            return []
+        groups = self.pool.tracked(channels)
+        mean, var = state.pop("running_mean"), state.pop("running_var")
+        if groups != channels and channels % groups == 0:
+            mean, var = mean.reshape(groups, -1), var.reshape(groups, -1)
+            mean, var = mean.mean(1), var.mean(1) + mean.var(1, correction=0)
+        if mean.shape[0] == groups:
+            state |= {"running_mean": mean, "running_var": var}
+        return []
 
     def tracks(self, channels: int) -> tuple[Track | None, ...]:
         if self.total:
@@ -78,3 +107,56 @@ class _WithExample(Recorded):
 
     def seen(self, pooled: Sequence[Pooled], instead: tuple[Tensor, Tensor] | None) -> list[Pooled | None]:
         return [None]
+
+
+def _of_groups(kind: str, over_batch: bool) -> Callable[[int], Single]:
+    def make(num_groups: int) -> Single:
+        return Single(Pool(kind, over_batch, num_groups))
+
+    return make
+
+
+def _of_pool(pool: Pool) -> Callable[[], Single]:
+    return lambda: Single(pool)
+
+
+register(
+    "batch",
+    short=("bn",),
+    row="batch",
+    shares="all samples and positions of one channel",
+    page="batch",
+)(_of_pool(batch))
+register(
+    "batch_group",
+    short=("bgn",),
+    first="num_groups",
+    options={"num_groups": None},  # None: one for each channel
+    row="batch group",
+    shares="all samples, and one of `G` equal runs of the merged channel and space axis",
+    page="batch-group",
+)(_of_groups("run", True))
+register(
+    "instance",
+    short=("in",),
+    row="instance",
+    shares="the positions of one channel of one sample",
+    page="instance",
+)(_of_pool(instance))
+register(
+    "layer",
+    short=("ln",),
+    row="layer",
+    shares="all channels and positions of one sample",
+    page="layer",
+)(_of_pool(layer))
+register(
+    "group",
+    short=("gn",),
+    first="num_groups",
+    options={"num_groups": 32},
+    divides=("num_groups",),
+    row="group",
+    shares="the positions of `C / g` neighbouring channels of one sample",
+    page="group",
+)(_of_groups("group", False))
