@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Proxy
 
-from ..engine.messages import words
+from ..engine.messages import check_number, words
 from ..statistics.plans import Segments
 
 if TYPE_CHECKING:
@@ -21,6 +22,30 @@ __all__ = ["as_node", "check_branches", "check_counts", "check_input", "check_re
 
 _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
 _SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
+
+
+def check_arguments(
+    num_features: Any, num_classes: Any, eps: Any, momentum: Any, init_std: Any, dtype: Any
+) -> None:
+    if isinstance(num_features, bool) or not isinstance(num_features, Integral):
+        raise TypeError(f"num_features is the number of channels, an integer; got {num_features!r}")
+    if num_features < 1:
+        raise ValueError(f"num_features is {num_features}; a layer needs at least one channel")
+    if not isinstance(eps, Real) or not (momentum is None or isinstance(momentum, Real)):
+        raise TypeError(f"eps and momentum are numbers (momentum may be None); got {eps!r} and {momentum!r}")
+    if not float(eps) >= 0:
+        raise ValueError(f"eps is {eps}; it must not be negative")
+    if momentum is not None and not 0 <= float(momentum) <= 1:
+        raise ValueError(
+            f"momentum is {momentum}; it is the share of the new batch, between 0 and 1 (or None for the average "
+            "of all batches)"
+        )
+    if num_classes is not None:
+        check_number(num_classes, "num_classes")
+    if not isinstance(init_std, Real) or not float(init_std) >= 0:
+        raise ValueError(f"init_std is a deviation, a number of at least 0; got {init_std!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype is a floating-point type such as torch.float32; got {dtype!r}")
 
 
 def as_node(layer: Norm, x: Proxy, given: dict[str, Any]) -> Any:
@@ -58,6 +83,19 @@ def check_input(layer: Norm, x: Tensor) -> None:
         raise ValueError(
             f"{type(layer).__name__} has {layer.num_features} channels; got {x.shape[1]} in {list(x.shape)}{hint}"
         )
+
+
+def check_last_axis(layer: Norm, x: Any) -> None:
+    if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] != layer.num_features:
+        first = x.shape[1] == layer.num_features
+        hint = "; the channels seem to be second, call x.movedim(1, -1)" if first else ""
+        raise ValueError(
+            f"{type(layer).__name__} reads {layer.num_features} channels from the last axis; got {x.shape[-1]} in "
+            f"{list(x.shape)}{hint}"
+        )
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        got = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{type(layer).__name__} takes a tensor [*, {layer.num_features}]; got {got}")
 
 
 def check_residual(layer: Norm, x: Tensor, residual: Tensor) -> None:

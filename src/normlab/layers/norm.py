@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from torch.fx import Proxy
 
 from ..engine.backends import chosen, kernels, kernels_serve, must_trace, out_of_sight, rerun_in
 from ..engine.contract import Update
-from ..engine.messages import check_number
 from ..engine.normalize import normalize
 from ..statistics import running
 from ..statistics.activation import activate, check_activation
@@ -27,10 +25,17 @@ from ..statistics.base import Sources, Statistics
 from ..statistics.names import parse_statistics
 from ..statistics.plans import Plan, Pooled, Segments
 from ..statistics.pools import Pool
-from ..statistics.positional import normalize_positions
 from ..statistics.running import Policy, Track
 from .affine_maps import collapsed, predictor_tensors, separate
-from .checks import as_node, check_branches, check_counts, check_input, check_residual
+from .checks import (
+    as_node,
+    check_arguments,
+    check_branches,
+    check_counts,
+    check_input,
+    check_last_axis,
+    check_residual,
+)
 from .conditions import conditions, first_condition, plain_condition
 from .memory import KnownCalls, Processes, layout_of
 from .running_state import (
@@ -66,6 +71,7 @@ class Norm(nn.Module):
             ``"positional"``, or a :class:`normlab.Statistics` of your own.
         affine: what follows: ``"none"``, ``"shared"``, ``"class"``, ``"branch"``, ``"sandwich"``, ``"style"``,
             ``"sandwich_style"``, ``"predicted"``, or a sequence of terms. ``True`` and ``False`` as in ``torch.nn``.
+            None: what the statistics bring, ``"shared"`` for almost all.
         num_classes: how many classes, for affine maps that have one for each.
         branches: names of the branches. Pools over the batch then keep one set of running statistics for each, and a
             sample's batch statistics come from the samples of its own branch only.
@@ -93,7 +99,7 @@ class Norm(nn.Module):
         self,
         num_features: int,
         statistics: str | Pool | Statistics | Sequence[str | Pool] = "batch",
-        affine: bool | str | Sequence[str] = "shared",
+        affine: bool | str | Sequence[str] | None = None,
         *,
         num_classes: int | None = None,
         branches: Sequence[str] | None = None,
@@ -108,27 +114,7 @@ class Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(num_features, bool) or not isinstance(num_features, Integral):
-            raise TypeError(f"num_features is the number of channels, an integer; got {num_features!r}")
-        if num_features < 1:
-            raise ValueError(f"num_features is {num_features}; a layer needs at least one channel")
-        if not isinstance(eps, Real) or not (momentum is None or isinstance(momentum, Real)):
-            raise TypeError(
-                f"eps and momentum are numbers (momentum may be None); got {eps!r} and {momentum!r}"
-            )
-        if not eps >= 0:
-            raise ValueError(f"eps is {eps}; it must not be negative")
-        if momentum is not None and not 0 <= momentum <= 1:
-            raise ValueError(
-                f"momentum is {momentum}; it is the share of the new batch, between 0 and 1 (or None for the average "
-                "of all batches)"
-            )
-        if num_classes is not None:
-            check_number(num_classes, "num_classes")
-        if not isinstance(init_std, Real) or not init_std >= 0:
-            raise ValueError(f"init_std is a deviation, a number of at least 0; got {init_std!r}")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype is a floating-point type such as torch.float32; got {dtype!r}")
+        check_arguments(num_features, num_classes, eps, momentum, init_std, dtype)
         if branches is not None:
             branches = check_branches(branches)
         statistics = parse_statistics(statistics)
@@ -137,22 +123,29 @@ class Norm(nn.Module):
         statistics.check(num_features)
         self.num_features, self.num_classes, self.branches = num_features, num_classes, branches
         self.statistics = statistics
-        self.affine_terms = parse_affine(affine, num_classes is not None, branches is not None)
+        self.affine_terms = parse_affine(
+            statistics.affine if affine is None else affine, num_classes is not None, branches is not None
+        )
         self.eps, self.momentum, self.init_std, self.key_size = eps, momentum, init_std, key_size
         self.act = check_activation(act)
+        if act is not None and statistics.finishes:
+            raise ValueError(
+                f"statistics {statistics.label} bring their own activation; leave act={act!r} out"
+            )
+        self._surrounds = (
+            statistics.channels_at_end or statistics.finishes
+        )  # something around the normalization
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
         self._known_calls = KnownCalls()
         self._processes = Processes()
         self.observer: Callable[..., None] | None = (
-            None  # takes what batches show in place of running statistics
+            None  # takes what batches show, and running statistics stay
         )
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
         self._run_shape: tuple[int, ...] | None = None
-        self._read: tuple[list[Any], Tensor] | None = (
-            None  # of the running statistics, where training reads them
-        )
+        self._read: tuple[list[Any], Tensor] | None = None  # running statistics as training last read them
         per_branch = "branch" in self.affine_terms or self.track_running_stats
         separated = branches is not None and (per_branch or any(p.over_batch for p in statistics.pools))
         self.wants = frozenset(
@@ -298,13 +291,30 @@ class Norm(nn.Module):
 
         ``residual``, of the shape of ``x``, is added before the activation.
         """
+        if isinstance(x, Proxy):
+            given = {"condition": condition, "label": label, "branch": branch, "style": style}
+            return as_node(self, x, given | {"residual": residual})
+        if not self._surrounds:
+            return self._normalize(x, condition, label, branch, style, residual)
+        statistics = self.statistics
+        if statistics.channels_at_end:
+            check_last_axis(self, x)
+            x, residual = (
+                x.movedim(-1, 1),
+                residual.movedim(-1, 1) if isinstance(residual, Tensor) else residual,
+            )
+        y = self._normalize(x, condition, label, branch, style, residual)
+        if statistics.finishes:
+            y = statistics.finish(y, self._learned_values())
+        return y.movedim(1, -1) if statistics.channels_at_end else y
+
+    def _normalize(
+        self, x: Tensor, condition: Any, label: Any, branch: Any, style: Any, residual: Tensor | None
+    ) -> Tensor:
         if not torch.compiler.is_compiling() and label is branch is style is None:
             y = self._run_cached(x, condition, residual)
             if y is not None:
                 return y
-        if isinstance(x, Proxy):
-            given = {"condition": condition, "label": label, "branch": branch, "style": style}
-            return as_node(self, x, given | {"residual": residual})
         check_input(self, x)
         if residual is not None:
             check_residual(self, x, residual)
@@ -426,7 +436,7 @@ class Norm(nn.Module):
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...]
     ) -> Tensor:
         if self.statistics.per_position:
-            return normalize_positions(x, *collapsed(self, label, branch, style, x), self.eps)
+            return self.statistics.whole(x, *collapsed(self, label, branch, style, x), self.eps)
         spatial = prod(x.shape[2:])
         live_batch = self._uses_batch()
         rows, segments, plans = plans_of(self, x, spatial, branch, live_batch)

@@ -69,6 +69,8 @@ class Statistics:
     per_position: ClassVar[bool] = (
         False  # whether coefficients vary over space: then there are no pools and no rule
     )
+    channels_at_end: ClassVar[bool] = False  # whether inputs are [*, C], as transformers have them
+    finishes: ClassVar[bool] = False  # whether ``finish`` does anything
     moved_by_kernels: ClassVar[str] = "unbiased"  # how whole kernels move the running variance, see Track
 
     def kernels(self, live: bool) -> Kernels:
@@ -111,7 +113,7 @@ class Statistics:
         )
 
     def finish(self, y: Tensor, p: Mapping[str, Tensor]) -> Tensor:
-        """What follows the affine map and the residual, before the activation."""
+        """What follows the affine map and the residual. A layer that has it takes no activation beside it."""
         return y
 
     # Conversion: from a layer that standardizes with one pool, and to one.
@@ -147,6 +149,10 @@ class Statistics:
         self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float
     ) -> Coefficients:
         raise TypeError(f"{type(self).__name__} needs a combine(statistics, *tensors, eps) method")
+
+    def whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """The whole layer, where ``per_position`` says that no rule on moments can compute it."""
+        raise TypeError(f"{type(self).__name__} needs a whole(x, weight, bias, eps) method")
 
     def rule(self, sources: Sources) -> Rule:
         return _Combined(self, sources)

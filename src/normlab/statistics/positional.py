@@ -34,19 +34,53 @@ __all__ = ["OfPositions", "Positional", "normalize_positions", "plain_positions"
 )
 @dataclass(frozen=True)
 class Positional(Statistics):
-    """Over the channels at each position: not a pool of rows, so the engine's contract does not hold it."""
+    """Over the channels at each position: not a pool of rows, so the engine's contract does not hold it.
 
+    ``centered=False`` takes the mean of squares, and no mean off. ``at_end`` reads the channels from the last axis.
+    """
+
+    centered: bool = True
+    at_end: bool = False
     per_position: ClassVar[bool] = True
 
     @property
+    def channels_at_end(self) -> bool:  # type: ignore[override]
+        return self.at_end
+
+    @property
     def label(self) -> str:
-        return "positional"
+        if self.at_end:
+            return "layer_last" if self.centered else "rms_last"
+        return "positional" if self.centered else "positional(centered=False)"
 
     def kernels(self, live: bool) -> Kernels:
         return Kernels.POSITIONS
 
+    def whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        return normalize_positions(x, weight, bias, eps, self.centered)
+
     def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
         return PlainPool(None, True, "normalizes over the channels at each position")
+
+
+@register(
+    "layer_last",
+    row="last axis",
+    shares="the values of the last axis, as in `nn.LayerNorm(C)`: one token of a transformer",
+    page="last-axis",
+)
+def _layer_last() -> Positional:
+    return Positional(at_end=True)
+
+
+@register(
+    "rms_last",
+    row="last axis, root mean square",
+    shares="the values of the last axis, as in `nn.RMSNorm(C)`; only the mean of squares is taken",
+    page="last-axis",
+)
+def _rms_last() -> Positional:
+    return Positional(centered=False, at_end=True)
 
 
 def normalize_positions(
@@ -54,20 +88,24 @@ def normalize_positions(
     weight: Tensor | None,  # [C], [1, C] or [N, C]
     bias: Tensor | None,
     eps: float,
+    centered: bool = True,
 ) -> Tensor:
     """Standardize over C at each position, then apply the affine map."""
     weight = weight.unsqueeze(0) if weight is not None and weight.dim() == 1 else weight
     bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
     if must_trace(x):
-        return plain_positions(x, weight, bias, eps)
-    return _Positional.apply(x, weight, bias, eps)
+        return plain_positions(x, weight, bias, eps, centered)
+    return _Positional.apply(x, weight, bias, eps, centered)
 
 
-def plain_positions(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def plain_positions(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True
+) -> Tensor:
     """By operators that autograd differentiates; ``weight`` and ``bias`` are ``[1, C]`` or ``[N, C]``, or ``[C]``."""
     wide = at_least_single(x)
-    centered = wide - wide.mean(1, keepdim=True)  # not var_mean, which warns of an empty batch
-    y = centered * torch.rsqrt(centered.square().mean(1, keepdim=True) + eps)
+    # Not var_mean, which warns of an empty batch.
+    apart = wide - wide.mean(1, keepdim=True) if centered else wide
+    y = apart * torch.rsqrt(apart.square().mean(1, keepdim=True) + eps)
     if weight is not None:
         y = y * _place(weight, x)
     if bias is not None:
@@ -79,33 +117,36 @@ class OfPositions(NamedTuple):
     """Stands where other normalizers have a rule, which this is not: the whole expression."""
 
     eps: float
+    centered: bool = True
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return plain_positions(x, weight, bias, self.eps)
+        return plain_positions(x, weight, bias, self.eps, self.centered)
 
 
 def _place(t: Tensor, x: Tensor) -> Tensor:
     return t.reshape((*t.shape, *(1,) * (x.dim() - 2)))
 
 
-def _standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _standardize(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """The standardized input and the reciprocal deviation of each position; channels last takes torch's layer norm."""
     wide = at_least_single(x)
     last = wide.movedim(1, -1)
-    if last.is_contiguous():
+    if last.is_contiguous() and centered:
         out, _, reciprocal = torch.native_layer_norm(last, [x.shape[1]], None, None, eps)
         return out.movedim(-1, 1), reciprocal.movedim(-1, 1)
-    centered = wide - wide.mean(1, keepdim=True)
-    reciprocal = torch.rsqrt(centered.square().mean(1, keepdim=True) + eps)
-    return centered.mul_(reciprocal), reciprocal
+    apart = wide - wide.mean(1, keepdim=True) if centered else wide
+    reciprocal = torch.rsqrt(apart.square().mean(1, keepdim=True) + eps)
+    return apart * reciprocal, reciprocal
 
 
 class _Positional(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.eps = eps
-        y, _ = _standardize(x, eps)
+        ctx.eps, ctx.centered = eps, centered
+        y, _ = _standardize(x, eps, centered)
         if weight is not None:
             y.mul_(_place(weight, x))
         if bias is not None:
@@ -116,9 +157,9 @@ class _Positional(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         x, weight, bias = ctx.saved_tensors
         if wants_plain(dy):
-            plain = partial(plain_positions, eps=ctx.eps)
-            return *differentiate(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
-        standard, reciprocal = _standardize(x, ctx.eps)
+            plain = partial(plain_positions, eps=ctx.eps, centered=ctx.centered)
+            return *differentiate(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy), None, None
+        standard, reciprocal = _standardize(x, ctx.eps, ctx.centered)
         g = dy.to(standard.dtype)
         d_weight = d_bias = dx = None
         space = tuple(range(2, x.dim()))
@@ -131,5 +172,6 @@ class _Positional(torch.autograd.Function):
             if weight is not None:
                 g = g * _place(weight, x)
             along = (g * standard).mean(1, keepdim=True)
-            dx = (g - g.mean(1, keepdim=True)).sub_(standard.mul_(along)).mul_(reciprocal).to(x.dtype)
-        return dx, d_weight, d_bias, None
+            inner = g - g.mean(1, keepdim=True) if ctx.centered else g.clone()
+            dx = inner.sub_(standard.mul_(along)).mul_(reciprocal).to(x.dtype)
+        return dx, d_weight, d_bias, None, None
