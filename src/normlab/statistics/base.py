@@ -65,6 +65,13 @@ class Statistics:
     ) -> Coefficients:
         raise TypeError(f"{type(self).__name__} needs a combine(statistics, *tensors, eps) method")
 
+    def picture(self, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
+        """What :func:`normlab.draw` shows of statistics that are not made of pools; empty: the pools.
+
+        By a name, integers of ``shape`` ``(N, C, *S)``. Values with one integer share their statistics.
+        """
+        return {}
+
     def rule(self, sources: Sources) -> Rule:
         return _Combined(self, sources)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ class Positional(Statistics):
     @property
     def label(self) -> str:
         return "positional"
+
+    def picture(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        n, _, *space = shape
+        return {"positional": torch.arange(n * prod(space)).reshape(n, 1, *space).expand(shape)}
 
 
 def normalize_positions(
