@@ -95,12 +95,15 @@ share one mean and one variance. An affine map follows: one for all samples.'
     size = _default_size(pools, c, layer.dims) if size is None else tuple(size)
     ghost = max((p.ghost or 0 for p in pools), default=0)
     branches = len(layer.branches or ()) if any(p.over_batch for p in pools) else 0
-    batch = samples or max(3, 2 * max(ghost, 1) * max(branches, 1) if ghost or branches else 0)
-    _check_number_of_squares(samples or min(batch, 6), channels or min(c, 8), prod(size))
-    found, seen = _numbers(layer, batch, 6 if samples is None else batch, size)
+    parts = max(branches, 1) * (2 if ghost else 1)  # of the batch, which share nothing
+    batch = samples or max(3, parts * (ghost or 2))
+    few = batch if samples else min(2 * parts, 12)
+    _check_number_of_squares(min(batch, max(few, 6)), channels or min(c, 8), prod(size))
+    found, seen = _numbers(layer, batch, few, size)
     starts, ends = ([t[0, :, at] for t in found.values()] for at in (0, -1))
     shown = _representatives(starts, ends, channels or 6, channels or 8)
-    blocks = _blocks(layer, {name: t[:, shown].reshape(len(seen), -1, *size) for name, t in found.items()})
+    numbers = {name: t[:, shown].reshape(len(seen), -1, *size) for name, t in found.items()}
+    blocks = _blocks(layer, numbers, tuple(dict.fromkeys(_branch_of(layer, i, batch) for i in seen)))
     text = _text(layer, blocks, len(seen), batch, len(shown), size)
     svg = _Sheet(layer, blocks, seen, shown, size, labels).svg(text)
     return Drawing(svg, text, blocks, tuple(seen), tuple(shown))
@@ -157,7 +160,7 @@ def _default_size(pools: Sequence[Pool], channels: int, dims: int | None) -> tup
     return (1, *plane) if dims == 3 else plane
 
 
-def _numbers(layer: Norm, batch: int, most: int, size: Sequence[int]) -> tuple[dict[str, Tensor], list[int]]:
+def _numbers(layer: Norm, batch: int, few: int, size: Sequence[int]) -> tuple[dict[str, Tensor], list[int]]:
     """By the name of each pool the number of every value's statistic, ``[n, C, S]``, and which n samples these are.
 
     Every statistic gets a number, and the layer's own plans take the numbers to the values.
@@ -167,23 +170,29 @@ def _numbers(layer: Norm, batch: int, most: int, size: Sequence[int]) -> tuple[d
     if described:
         checked = {n: _checked(layer, n, t, (batch, c, *size)) for n, t in described.items()}
         of_samples = [t[:, 0, 0] for t in checked.values()]
-        seen = _representatives(of_samples, of_samples, min(most, 4), most)
+        seen = _representatives(of_samples, of_samples, few, max(few, 6))
         return {n: t[seen] for n, t in checked.items()}, seen
     if not statistics.pools:
         name = type(statistics).__name__
         raise TypeError(
             f"{name} has no pools to draw; give it a picture(shape) method, as normlab.Statistics has it"
         )
-    branches = len(layer.branches or ())
-    branch = torch.arange(batch, device="cpu") * branches // batch if branches > 1 else 0
+    branch = 0
+    if layer.branches is not None:
+        branch = torch.tensor([_branch_of(layer, i, batch) for i in range(batch)], device="cpu")
     x = torch.empty(batch, c, *size, device="cpu")
     rows, _, plans = plans_of(layer, x, spatial, branch, True)
     of_rows = [_at_rows(plan, batch) for plan in plans]
     of_samples = [t[:, 0] for t in of_rows]
-    seen = _representatives(of_samples, of_samples, min(most, 4), most)
+    seen = _representatives(of_samples, of_samples, few, max(few, 6))
     length = torch.as_tensor(rows.size(spatial, x.device))
     values = [t[seen].repeat_interleave(length, 1).reshape(len(seen), c, spatial) for t in of_rows]
     return {str(plan.pool): t for plan, t in zip(plans, values, strict=True)}, seen
+
+
+def _branch_of(layer: Norm, sample: int, batch: int) -> int:
+    """The branches share the batch, in order."""
+    return sample * len(layer.branches or ()) // batch
 
 
 def _at_rows(plan: Plan, batch: int) -> Tensor:  # [N, R]
@@ -226,12 +235,12 @@ def _representatives(first: Sequence[Tensor], last: Sequence[Tensor], few: int, 
     return found[:few]
 
 
-def _blocks(layer: Norm, numbers: Mapping[str, Tensor]) -> tuple[Block, ...]:
+def _blocks(layer: Norm, numbers: Mapping[str, Tensor], branches: Sequence[int]) -> tuple[Block, ...]:
     statistics, separated = layer.statistics, bool(layer.branches)
     pools = {str(p): p for p in statistics.pools}
     about = {n: _about(pools[n], separated) if n in pools else _described(n, t) for n, t in numbers.items()}
-    names = (f"front to back: {', '.join(layer.branches or ())}",)
-    notes = {n: names if separated and n in pools and pools[n].over_batch else () for n in numbers}
+    names = (f"front to back: {', '.join(layer.branches[b] for b in branches)}",) if layer.branches else ()
+    notes = {n: names if n in pools and pools[n].over_batch else () for n in numbers}
     if isinstance(statistics, Modes):
         ((name, t),) = numbers.items()
         gates = "A gate gives each sample a share in each mode; the shares drawn, as opacity, are an example."
@@ -282,7 +291,7 @@ def _about(pool: Pool, separated: bool) -> str:
 def _example_gates(samples: int, modes: int) -> Tensor:  # [K, n]
     """Shares that differ from sample to sample, as a trained gate might give them."""
     place, mode = torch.linspace(0, 1, samples), torch.linspace(0, 1, modes)
-    return torch.softmax(-1.8 * (mode.unsqueeze(1) - place).square(), 0)
+    return torch.softmax(-1.2 * (mode.unsqueeze(1) - place).square(), 0)
 
 
 def _text(layer: Norm, blocks: Sequence[Block], n: int, batch: int, c: int, size: Sequence[int]) -> str:
@@ -443,7 +452,7 @@ class _Sheet:
                 shades.append(f'<path d="{whole}" fill="{shade}" fill-opacity="{opacity}"/>')
         found = []
         for (number, part), quads in squares.items():
-            opacity = "" if part == 1 else f' fill-opacity="{_n(part)}"'
+            opacity = "" if part == 1 else f' fill-opacity="{part:.2f}"'
             found.append(f'<path fill="{colours[number]}"{opacity} {_FAINT} d="{"".join(quads)}"/>')
         borders = f'<path fill="none" stroke="{_LINE}" stroke-width="1.6" d="{"".join(lines)}"/>'
         return "\n".join([*found, *shades, borders])
@@ -586,5 +595,5 @@ def _length(text: str) -> float:
 
 
 def _n(number: float) -> str:
-    """Two digits after the point are a hundredth of a pixel."""
-    return f"{number:.2f}".rstrip("0").rstrip(".")
+    """To a tenth of a pixel."""
+    return f"{number:.1f}".removesuffix(".0")
