@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pictures import write_pictures  # noqa: E402
+from pictures import write_pictures
 
 project = "normlab"
 author = "the normlab authors"

@@ -243,9 +243,10 @@ def _blocks(layer: Norm, numbers: Mapping[str, Tensor], branches: Sequence[int])
     notes = {n: names if n in pools and pools[n].over_batch else () for n in numbers}
     if isinstance(statistics, Modes):
         ((name, t),) = numbers.items()
-        gates = "A gate gives each sample a share in each mode; the shares drawn, as opacity, are an example."
+        gates = " A gate gives each sample a share in each mode; the opacities are an example of such shares."
+        opacity = ("opacity: share of a sample", *notes[name])
         return tuple(
-            Block(f"mode {k + 1}", t, about[name] if k else f"{about[name]} {gates}", share, notes[name])
+            Block(f"mode {k + 1}", t, f"Mode {k + 1}: {about[name]}{'' if k else gates}", share, opacity)
             for k, share in enumerate(_example_gates(len(t), statistics.number))
         )
     if isinstance(statistics, Mixture):
@@ -290,7 +291,7 @@ def _about(pool: Pool, separated: bool) -> str:
 
 def _example_gates(samples: int, modes: int) -> Tensor:  # [K, n]
     """Shares that differ from sample to sample, as a trained gate might give them."""
-    place, mode = torch.linspace(0, 1, samples), torch.linspace(0, 1, modes)
+    place, mode = (torch.linspace(0, 1, k, device="cpu") for k in (samples, modes))
     return torch.softmax(-1.2 * (mode.unsqueeze(1) - place).square(), 0)
 
 
