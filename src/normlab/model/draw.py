@@ -356,9 +356,9 @@ class _Sheet:
         )
         self.at_sample, self.at_channel = _places(samples), _places(channels)
         deep, wide, tall = self.at_sample[-1] + 1, self.at_channel[-1] + 1, prod(size)
-        self.edge = edge = min(_SQUARE, 220 / (deep + wide), 160 / tall)
+        edge, self.rise = min(_SQUARE, 220 / (deep + wide)), min(_SQUARE, 200 / tall)
         self.across, self.down = 0.866 * edge, 0.5 * edge
-        self.width, self.height = (deep + wide) * self.across, (deep + wide) * self.down + tall * edge
+        self.width, self.height = (deep + wide) * self.across, (deep + wide) * self.down + tall * self.rise
         self.deep, self.wide, self.tall = deep, wide, tall
 
     def svg(self, text: str) -> str:
@@ -369,8 +369,11 @@ class _Sheet:
         joint = "+" if isinstance(self.layer.statistics, (Mixture, Modes)) else "and"
         for k, block in enumerate(self.blocks):
             if k:
-                parts.append(_label(left + 13, middle + 6, joint, size=18 if joint == "+" else _FONT))
-                left += 26
+                between = 26 if joint == "+" else 36
+                parts.append(
+                    _label(left + between / 2, middle + 6, joint, size=18 if joint == "+" else _FONT)
+                )
+                left += between
             lines = (block.name, *block.notes) if self.labels else ()
             wide = max(self.width, *(_length(line) for line in lines)) if lines else self.width
             parts.append(self._block(block, left + (wide - self.width) / 2, top, first=k == 0))
@@ -401,7 +404,7 @@ class _Sheet:
         up = self.deep * self.down
         return (
             (channel + sample) * self.across,
-            up + (channel - sample) * self.down + position * self.edge,
+            up + (channel - sample) * self.down + position * self.rise,
         )
 
     def _block(self, block: Block, left: float, top: float, first: bool) -> str:
@@ -422,7 +425,7 @@ class _Sheet:
         self, numbers: Tensor, samples: range, channels: range, colours: Mapping[int, str], share: list[float]
     ) -> str:
         """A part of the block without gaps: its front, side and top."""
-        c, n, p = (self.across, self.down), (self.across, -self.down), (0.0, self.edge)
+        c, n, p = (self.across, self.down), (self.across, -self.down), (0.0, self.rise)
         end = self.at_channel[channels[-1]] + 1
         near = self.at_sample[samples[0]]
         own, mine = slice(samples[0], samples[-1] + 1), slice(channels[0], channels[-1] + 1)
