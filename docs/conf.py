@@ -1,10 +1,14 @@
 """Sphinx configuration. Nothing here needs the network: the build is a test."""
 
 import csv
+import sys
 from collections import Counter
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pictures import write_pictures
 
 project = "normlab"
 author = "the normlab authors"
@@ -161,3 +165,4 @@ def setup(app: Any) -> None:
     app.connect("builder-inited", write_lab)
     app.connect("builder-inited", draw_bandwidth)
     app.connect("builder-inited", write_reproductions)
+    app.connect("builder-inited", write_pictures)

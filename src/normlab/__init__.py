@@ -16,6 +16,7 @@ from .gpu.host.library import build_host, host_status
 from .layers import *
 from .model.calibrate import calibrate
 from .model.convert import convert, undo
+from .model.draw import draw
 from .model.fixup import fixup, fixup_parameters
 from .model.fold import fold, merge_sandwich
 from .model.fuse import fuse
@@ -59,6 +60,7 @@ __all__ = [
     "build_host",
     "calibrate",
     "convert",
+    "draw",
     "fixup",
     "fixup_parameters",
     "fold",

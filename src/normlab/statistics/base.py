@@ -154,6 +154,13 @@ class Statistics:
         """The whole layer, where ``per_position`` says that no rule on moments can compute it."""
         raise TypeError(f"{type(self).__name__} needs a whole(x, weight, bias, eps) method")
 
+    def picture(self, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
+        """What :func:`normlab.draw` shows of statistics that are not made of pools; empty: the pools.
+
+        By a name, integers of ``shape`` ``(N, C, *S)``. Values with one integer share their statistics.
+        """
+        return {}
+
     def rule(self, sources: Sources) -> Rule:
         return _Combined(self, sources)
 

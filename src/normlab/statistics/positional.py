@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -58,6 +59,10 @@ class Positional(Statistics):
 
     def whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         return normalize_positions(x, weight, bias, eps, self.centered)
+
+    def picture(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        n, _, *space = shape
+        return {self.label: torch.arange(n * prod(space)).reshape(n, 1, *space).expand(shape)}
 
     def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
         return PlainPool(None, True, "normalizes over the channels at each position")
