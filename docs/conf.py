@@ -9,6 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pictures import write_pictures
+from tables import write_tables_of_normalizers
 
 project = "normlab"
 author = "the normlab authors"
@@ -166,3 +167,4 @@ def setup(app: Any) -> None:
     app.connect("builder-inited", draw_bandwidth)
     app.connect("builder-inited", write_reproductions)
     app.connect("builder-inited", write_pictures)
+    app.connect("builder-inited", write_tables_of_normalizers)

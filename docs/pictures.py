@@ -56,6 +56,12 @@ PICTURES: dict[str, tuple[str, list[normlab.Norm]]] = {
 }
 
 
+for _entry in normlab.NORMALIZERS.values():  # what the registry knows besides
+    if _entry.statistics is not None and _entry.layer is None and _entry.page:
+        _title, _layers = PICTURES.setdefault(_entry.page, (_entry.row.capitalize(), []))
+        _layers.append(normlab.Norm(6, _entry.name))
+
+
 def write_pictures(app: Any) -> None:
     """A handler of sphinx's ``builder-inited``."""
     folder = Path(app.srcdir) / "generated"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.messages import check_model, words
-from .description import Plain, hooks_of, is_norm, read
+from .description import Plain, channels_at_end, hooks_of, is_norm, read
 from .originals import Original, original_of, place_of
 from .report import Converted, Report, Skipped, nothing_to_convert
 from .targets import LayerMaker
@@ -81,6 +81,9 @@ def convert(
             done.skipped.append(Skipped(names[0], type(module).__name__, source))
             continue
         new, kept, notes = maker(module, source, *place_of(module, model))
+        if type(new) is not nn.Identity and channels_at_end(new) != channels_at_end(module):
+            done.skipped.append(Skipped(names[0], type(module).__name__, _other_axis(module)))
+            continue
         _tie(new, module, heirs)
         made[id(module)] = _finished(new, module, source, place_of(new, model))
         done.converted.append(Converted(names[0], type(module).__name__, type(new).__name__, kept))
@@ -102,6 +105,12 @@ def convert(
     if verbose:
         print(done)
     return model
+
+
+def _other_axis(module: nn.Module) -> str:
+    if channels_at_end(module):
+        return "reads its channels from the last axis, as in transformers; convert it to 'layer_last' or 'rms_last'"
+    return "reads its channels from the second axis; 'layer_last' and 'rms_last' read the last one"
 
 
 def undo(model: nn.Module) -> nn.Module:

@@ -20,12 +20,13 @@ from ..layers import GroupNorm, Norm
 from ..layers.conditions import branch_index, label_index
 from ..statistics.affine import compose, select, select_branch
 from ..statistics.pools import Pool, batch, group, instance
+from ..statistics.positional import Positional
 from ..statistics.running import Policy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Plain", "canonical", "hooks_of", "is_norm", "read"]
+__all__ = ["Plain", "canonical", "channels_at_end", "hooks_of", "is_norm", "read"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class Plain:
     momentum: float | None = 0.1
     groups: int | None = None  # of group norm
     policy: Policy = field(default_factory=Policy)
-    positional: bool = False
+    positional: Positional | None = (
+        None  # over the channels at each position, with channels second or at the end
+    )
     trains: bool = True  # in training mode too; otherwise in evaluation mode only
     frozen: frozenset[str] = frozenset()  # parameters that do not learn
     synchronized: bool = False
@@ -72,6 +75,8 @@ _TORCH: dict[type[nn.Module], tuple[str, int | None]] = {
     nn.InstanceNorm2d: ("instance", 2),
     nn.InstanceNorm3d: ("instance", 3),
     nn.GroupNorm: ("group", None),
+    nn.LayerNorm: ("layer_last", None),
+    nn.RMSNorm: ("rms_last", None),
 }
 # The LayerNorm2d of torchvision and timm normalizes over the channels at each position: positional norm.
 _NAMED: dict[str, tuple[str, int | None]] = {
@@ -79,6 +84,10 @@ _NAMED: dict[str, tuple[str, int | None]] = {
     "torchvision.models.convnext.LayerNorm2d": ("positional", 2),
     "timm.layers.norm.GroupNorm": ("group", None),
     "timm.layers.norm.GroupNorm1": ("group", None),
+    "timm.layers.norm.LayerNorm": ("layer_last", None),
+    "timm.layers.norm.LayerNormFp32": ("layer_last", None),
+    "timm.layers.norm.RmsNorm": ("rms_last", None),
+    "timm.layers.norm.RmsNormFp32": ("rms_last", None),
     "timm.layers.norm.LayerNorm2d": ("positional", 2),
     "timm.layers.norm.LayerNorm2dFp32": ("positional", 2),
     "timm.layers.norm.LayerNormExp2d": ("positional", 2),
@@ -89,6 +98,11 @@ _NAMED: dict[str, tuple[str, int | None]] = {
     "timm.layers.norm_act.GroupNorm1Act": ("group", None),
     "timm.layers.norm_act.LayerNormAct2d": ("positional", 2),
     "timm.layers.norm_act.LayerNormAct2dFp32": ("positional", 2),
+}
+_POSITIONS = {
+    "positional": Positional(),
+    "layer_last": Positional(at_end=True),
+    "rms_last": Positional(centered=False, at_end=True),
 }
 _OTHERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -121,7 +135,18 @@ def read(module: nn.Module, *, branch: str | None = None, label: int | None = No
     own = {n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     if not own <= {*_STATE}:
         return f"has {', '.join(sorted(own - {*_STATE}))} beside what its type has"
+    axes: Any = getattr(module, "normalized_shape", ())
+    if len(axes) > 1:
+        return f"normalizes the last {len(axes)} axes together, with a weight for each value"
     return _read_torch(module, *kind)
+
+
+def channels_at_end(module: nn.Module) -> bool:
+    """Whether a normalization layer reads its channels from the last axis."""
+    if isinstance(module, Norm):
+        return module.statistics.channels_at_end
+    positions = _POSITIONS.get((_kind(module) or ("",))[0])
+    return positions is not None and positions.at_end
 
 
 def canonical(pool: Pool, channels: int) -> Pool:
@@ -143,14 +168,20 @@ def _kind(module: nn.Module) -> tuple[str, int | None] | None:
 
 
 def _unknown(module: nn.Module) -> str:
-    if isinstance(module, nn.LayerNorm):
-        return "normalizes the last axes, which are not channels of [N, C, *S]"
     if isinstance(module, (nn.LocalResponseNorm, nn.CrossMapLRN2d)):
         return "normalizes each value by its neighbours, without statistics"
     known = next((b for b in type(module).__mro__[1:] if b in _TORCH), None)
     if known is not None:
         return f"a subclass of {known.__name__} that is not known by name and may do more than normalize"
     return "not a layer that is known by type or name"
+
+
+def _eps_of(module: Any) -> float:
+    if module.eps is not None:
+        return module.eps
+    return torch.finfo(
+        torch.float32 if module.weight is None else module.weight.dtype
+    ).eps  # as nn.RMSNorm has it
 
 
 def _read_torch(module: Any, kind: str, dims: int | None) -> Plain:
@@ -160,10 +191,11 @@ def _read_torch(module: Any, kind: str, dims: int | None) -> Plain:
     if weight is not None and bias is None:
         bias, fixed = torch.zeros_like(weight), fixed | {"bias"}
     pool: Pool | None = batch
+    positions = _POSITIONS.get(kind)
     if kind == "group":
         number, pool = module.num_channels, group(module.num_groups)
-    elif kind == "positional":
-        number, pool = module.normalized_shape[0], None
+    elif positions is not None:
+        number, pool = module.normalized_shape[-1], None
     elif kind == "instance":  # tracked instance statistics are ghost batches of one sample
         number, pool = (
             module.num_features,
@@ -172,14 +204,14 @@ def _read_torch(module: Any, kind: str, dims: int | None) -> Plain:
     else:  # a frozen batch norm has buffers alone
         number = module.running_mean.numel() if kind == "frozen" else module.num_features
     return Plain(
-        number, None if pool is None else canonical(pool, number), module.eps, dims, weight, bias,
+        number, None if pool is None else canonical(pool, number), _eps_of(module), dims, weight, bias,
         state["running_mean"], state["running_var"], state["num_batches_tracked"],
         affine=weight is not None,
         tracked=state["running_mean"] is not None,
         momentum=getattr(module, "momentum", 0.1),
         groups=module.num_groups if kind == "group" else None,
         policy=Policy("running", update=False) if kind == "frozen" else Policy(),
-        positional=kind == "positional",
+        positional=positions,
         frozen=frozenset(fixed),
         synchronized=isinstance(module, nn.SyncBatchNorm),
         process_group=getattr(module, "process_group", None),
@@ -195,7 +227,7 @@ def _read_own(layer: Norm, branch: str | None, label: int | None) -> Plain:
         c, None, layer.eps, layer.dims, weight, bias, affine=bool(layer.affine_terms),
         tracked=layer.track_running_stats, momentum=layer.momentum, policy=layer.policy, trains=trains,
         groups=layer.statistics.pools[0].groups if isinstance(layer, GroupNorm) else None,
-        positional=layer.statistics.per_position and not affine_reason,
+        positional=layer.statistics if isinstance(layer.statistics, Positional) and not affine_reason else None,
         frozen=frozenset(n for n, p in layer.named_parameters() if not p.requires_grad),
         synchronized=layer.process_group is not None, process_group=layer.process_group,
         reason=reason or affine_reason,

@@ -73,7 +73,7 @@ def _kept(new: Norm, source: Plain, place: int | None) -> str:
     if source.affine and not new.affine_terms:
         return NEW
     if statistics.per_position:
-        return SAME if source.positional else NEW
+        return SAME if source.positional == statistics else NEW
     in_training, in_evaluation = statistics.stands_for(new.momentum)
     if place is None or not in_evaluation:
         return NEW
