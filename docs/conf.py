@@ -1,17 +1,26 @@
 """Sphinx configuration. Nothing here needs the network: the build is a test."""
 
 import csv
+import re
 from collections import Counter
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
 
 project = "normlab"
 author = "the normlab authors"
 copyright = "2026, the normlab authors"
 release = version = installed_version("normlab")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_math_renderer = "mathml"
 exclude_patterns = ["_build", "generated"]
 
 myst_enable_extensions = ["dollarmath", "deflist"]
@@ -156,7 +165,29 @@ def draw_bandwidth(app: Any) -> None:
     plt.close(picture)
 
 
+def mathml(node: nodes.Element, *, as_block: bool) -> str:
+    """A formula as MathML, which browsers show by themselves. Sphinx's own renderers need a network or LaTeX."""
+    # A prime beside its letter: as a superscript, fonts without mathematical glyphs make it too small to see.
+    formula = re.sub(r"(\\[A-Za-z]+|[A-Za-z])'", r"{\1\\prime}", node.astext())
+    try:
+        return tex2mathml(formula, as_block=as_block)
+    except MathError as error:
+        logger.warning("formula %r: %s", node.astext(), error, location=node)
+        return ""
+
+
+def visit_inline(translator: Any, node: nodes.Element) -> None:
+    translator.body.append(mathml(node, as_block=False))
+    raise nodes.SkipNode
+
+
+def visit_block(translator: Any, node: nodes.Element) -> None:
+    translator.body.append(f'<div class="math">{mathml(node, as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
     app.connect("builder-inited", write_tables)
     app.connect("builder-inited", write_lab)
     app.connect("builder-inited", draw_bandwidth)
