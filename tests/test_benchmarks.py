@@ -45,3 +45,12 @@ def test_readme_gives_the_speed_that_was_measured():
     assert f"of `SwitchNorm2d` takes {between('switchable', 0)} of the time" in text
     assert f"authors' code takes {between('switchable, public code', 0)} times" in text
     assert f"`SwitchNorm2d` takes {between('switchable', 1)}:" in text
+
+
+def test_readme_gives_the_accuracies_that_were_measured():
+    with open(ROOT / "benchmarks" / "compare.csv", newline="") as f:
+        found = {(r["norm"], r["measurement"]): float(r["accuracy"]) for r in csv.DictReader(f)}
+    clean, noise, bim, pgd = (found["batch", m] - found["none", m] for m in ("clean", "noise", "bim", "pgd"))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"gains {clean:.1f} points on clean images and loses {-noise:.1f} under noise" in text
+    assert f"{-bim:.1f} under BIM and {-pgd:.1f} under PGD" in text
