@@ -1,6 +1,6 @@
 # make compare   train the same network with five normalizers, attack it, write a page: runs/compare/report.html
 # make test      lint, type check, tests (the docs are built and their examples run)
-# make bench     every script of benchmarks/, each writes its CSV beside it
+# make bench     every script of benchmarks/, each writes its CSV beside it; then the pictures of the README
 # make docs      the HTML documentation, in docs/_build/html
 # make lint      ruff and pyright only
 #
@@ -46,11 +46,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Every script of benchmarks/ takes --out; modules that scripts share begin with an underscore.
+# Every script of benchmarks/ writes to its own place, or to --out; modules that scripts share begin with an underscore.
 bench: $(STAMP)
 	@set -e; for script in benchmarks/[!_]*.py; do \
 	  test -e "$$script" || { echo "benchmarks/ holds no script" >&2; exit 1; }; \
-	  echo "$$script"; $(BIN)/python "$$script" --out "$${script%.py}.csv"; \
+	  echo "$$script"; $(BIN)/python "$$script"; \
 	done
 
 docs: $(STAMP)

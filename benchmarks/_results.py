@@ -38,7 +38,8 @@ def cpu() -> str:
     if info.exists():
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = lines[0].split(":")[1].strip() if lines else name
-    return f"{name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
 def read(path: Path) -> list[dict[str, Any]]:

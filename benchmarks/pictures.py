@@ -1,0 +1,290 @@
+"""The pictures of the README and of the benchmarks page, drawn from the CSV files beside this script.
+
+    python benchmarks/pictures.py --out docs/pictures
+
+The SVG is written by hand, so the same CSV gives the same bytes on every machine, and a test compares them with the
+committed files. Each picture brings its own background, in light and dark colours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _results import read
+from normlab.lab.report.palette import COLOURS, look_of_norms
+
+HERE = Path(__file__).parent
+WIDTH = 760
+LIGHT = {"paper": "#ffffff", "ink": "#1d2127", "muted": "#5a626d", "rule": "#d9dde3"}
+DARK = {"paper": "#14171c", "ink": "#e8eaee", "muted": "#a9b0bb", "rule": "#343a44"}
+MARKERS = (
+    "M-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0z",
+    "M-3.2-3.2h6.4v6.4h-6.4z",
+    "M0-4.4L4.4 0L0 4.4L-4.4 0z",
+    "M0-4.2L4 3.2H-4z",
+)
+
+
+class Series(NamedTuple):
+    name: str
+    colour: int  # of COLOURS
+    values: Sequence[float | None]
+    dashed: bool = False
+
+
+class Panel(NamedTuple):
+    title: str
+    series: Sequence[Series]
+
+
+class Axis(NamedTuple):
+    label: str
+    ticks: Sequence[float]
+    rule: tuple[float, str]  # a line across, and its name
+    log: bool = False
+
+    def height(self, value: float) -> float:
+        """Of a value, as a share of the axis."""
+        low, high, value = (math.log(v) if self.log else v for v in (self.ticks[0], self.ticks[-1], value))
+        return (value - low) / (high - low)
+
+
+# --------------------------------------------------------------------------------------------------------- SVG
+
+
+def styles() -> str:
+    def rules(side: str, own: dict[str, str]) -> str:
+        found = [f".paper{{fill:{own['paper']}}}.ink{{fill:{own['ink']}}}.muted{{fill:{own['muted']}}}"]
+        found.append(f".rule{{stroke:{own['rule']}}}.over{{stroke:{own['ink']}}}")
+        found += [
+            f".f{i}{{fill:{getattr(c, side)}}}.s{i}{{stroke:{getattr(c, side)}}}"
+            for i, c in enumerate(COLOURS)
+        ]
+        return "".join(found)
+
+    fonts = (
+        "text{font:12px system-ui,-apple-system,'Segoe UI',sans-serif}.title{font-weight:600;font-size:14px}"
+    )
+    small = ".small{font-size:11px}"
+    dark = f"@media(prefers-color-scheme:dark){{{rules('dark', DARK)}}}"
+    return f"<style>{fonts}{small}{rules('light', LIGHT)}{dark}</style>"
+
+
+def picture(height: float, title: str, alt: str, body: Sequence[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
+    return "\n".join(
+        [
+            f'{head}height="{height:g}" role="img" aria-label="{escape(alt)}">',
+            styles(),
+            f'<rect class="paper" width="{WIDTH}" height="{height:g}" rx="8"/>',
+            text(16, 26, title, "ink title"),
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def text(x: float, y: float, words: str, look: str = "muted", anchor: str = "start", turn: float = 0) -> str:
+    turned = f' transform="rotate({turn:g} {x:.1f} {y:.1f})"' if turn else ""
+    at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{look}" {at}{turned}>{escape(words)}</text>'
+
+
+def path(points: str, look: str, width: float = 1, dash: str = "") -> str:
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path fill="none" class="{look}" stroke-width="{width:g}"{dashed} d="{points}"/>'
+
+
+def marker(x: float, y: float, colour: int, shape: int) -> str:
+    drawn = MARKERS[shape % len(MARKERS)]
+    return f'<path class="f{colour}" transform="translate({x:.1f} {y:.1f})" d="{drawn}"/>'
+
+
+def legend(series: Sequence[Series], top: float, columns: int) -> list[str]:
+    step, body = (WIDTH - 32) / columns, []
+    for i, one in enumerate(series):
+        x, y = 16 + step * (i % columns), top + 18 * (i // columns)
+        body += [
+            path(f"M{x:.1f} {y:.1f}h26", f"s{one.colour}", 2, "5 3" if one.dashed else ""),
+            marker(x + 13, y, one.colour, i),
+            text(x + 32, y + 4, one.name, "ink"),
+        ]
+    return body
+
+
+def lines(title: str, alt: str, panels: Sequence[Panel], x: Sequence[str], axis: Axis, columns: int) -> str:
+    """Panels two beside each other, one scale, one legend."""
+    tall, left, gap, top = 170, 52, 24, 40
+    legend_rows = -(-len(panels[0].series) // columns)
+    first = top + 18 * legend_rows + 26
+    rows = -(-len(panels) // 2)
+    width = (WIDTH - left - 16 - gap) / 2
+    body = legend(panels[0].series, top + 8, columns)
+    for k, panel in enumerate(panels):
+        x0, y0 = left + (width + gap) * (k % 2), first + (tall + 34) * (k // 2)
+        bottom = y0 + tall
+        body.append(text(x0, y0 - 8, panel.title, "ink"))
+        for tick in axis.ticks:
+            y = bottom - tall * axis.height(tick)
+            body.append(path(f"M{x0:.1f} {y:.1f}h{width:.1f}", "rule"))
+            if k % 2 == 0:
+                body.append(text(x0 - 8, y + 4, f"{tick:g}", anchor="end"))
+        y = bottom - tall * axis.height(axis.rule[0])
+        body.append(path(f"M{x0:.1f} {y:.1f}h{width:.1f}", "over", 1.2, "1 3"))
+        body.append(text(x0 + width - 4, y - 5, axis.rule[1], "ink", "end"))
+        places = [x0 + width * (i + 0.5) / len(x) for i in range(len(x))]
+        for i, one in enumerate(panel.series):
+            found = [
+                (at, bottom - tall * axis.height(v))
+                for at, v in zip(places, one.values, strict=True)
+                if v is not None
+            ]
+            drawn = "M" + "L".join(f"{at:.1f} {y:.1f}" for at, y in found)
+            body.append(path(drawn, f"s{one.colour}", 2, "5 3" if one.dashed else ""))
+            body += [marker(at, y, one.colour, i) for at, y in found]
+        if k >= len(panels) - 2:
+            for at, shape in zip(places, x, strict=True):  # samples and channels, then height and width
+                n, c, h, w = shape.split("x")
+                body.append(text(at, bottom + 18, f"{n}x{c}", "muted small", "middle"))
+                body.append(text(at, bottom + 34, f"x{h}x{w}", "muted small", "middle"))
+    height = first + rows * (tall + 34) - 34 + 50
+    middle = first + (rows * (tall + 34) - 34) / 2
+    body.append(text(14, middle, axis.label, anchor="middle", turn=-90))
+    return picture(height, title, alt, body)
+
+
+# ------------------------------------------------------------------------------------------------- the pictures
+
+
+MEASURED = {"clean": "clean", "noise": "noise", "bim": "BIM attack", "pgd": "PGD attack"}
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> str:
+    """Bars: a row for each normalizer, a panel for each measurement."""
+    norms = list(dict.fromkeys(r["norm"] for r in rows))
+    found = {(r["norm"], r["measurement"]): r for r in rows}
+    measurements = list(dict.fromkeys(r["measurement"] for r in rows))
+    colours, left, top, tall = look_of_norms(norms), 130, 74, 26
+    step = (WIDTH - left - 16) / len(measurements)
+    full = step - 46  # pixels of 100 per cent; the rest is for the number
+    bottom = top + tall * len(norms)
+    body = [text(left - 12, top + tall * i + 17, norm, "ink", "end") for i, norm in enumerate(norms)]
+    for k, measurement in enumerate(measurements):
+        x = left + step * k
+        body.append(text(x, top - 10, MEASURED[measurement], "ink"))
+        body.append(path(f"M{x:.1f} {top}V{bottom}", "rule"))
+        for i, norm in enumerate(norms):
+            row, y = found[norm, measurement], top + tall * i
+            mean, error = float(row["accuracy"]), float(row["standard_error"] or 0)
+            end = x + full * min(100, mean + error) / 100
+            size = f'width="{full * mean / 100:.1f}" height="{tall - 8}"'
+            body.append(f'<rect class="f{colours[norm]}" x="{x:.1f}" y="{y + 4}" {size}/>')
+            body.append(path(f"M{x + full * max(0, mean - error) / 100:.1f} {y + 13}H{end:.1f}", "over", 1.5))
+            body.append(text(end + 5, y + 17, f"{mean:.1f}", "ink"))
+    settings = "; ".join(found[norms[0], m]["title"] for m in measurements if m != "clean")
+    notes = (
+        f"Accuracy in per cent on 1,000 test images of MNIST, mean and standard error of {rows[0]['n']} trainings.",
+        settings,
+    )
+    body += [text(16, bottom + 26 + 17 * i, note, "muted small") for i, note in enumerate(notes)]
+    alt = "; ".join(
+        f"{norm}: " + ", ".join(f"{m} {float(found[norm, m]['accuracy']):.1f}" for m in measurements)
+        for norm in norms
+    )
+    return picture(bottom + 58, "One network, five normalizers", alt, body)
+
+
+SPEED = {
+    "switchable, public code": "switchable norm, its authors' code",
+    "switchable, naive and compiled": "its formula under torch.compile",
+    "switchable": "normlab.SwitchNorm2d",
+    "batch": "normlab.BatchNorm2d",
+}
+
+
+def values(
+    rows: Sequence[dict[str, Any]], column: str, normalizer: str, shapes: Sequence[str], dtype: str, layout: str
+) -> list[float | None]:  # fmt: skip
+    at = {
+        r["shape"]: float(r[column])
+        for r in rows
+        if (r["normalizer"], r["dtype"], r["layout"]) == (normalizer, dtype, layout)
+    }
+    return [at.get(s) for s in shapes]
+
+
+def cells(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(r["shape"] for r in rows if r["gb_per_s"]))
+
+
+def speed(rows: Sequence[dict[str, Any]]) -> str:
+    """Time over that of nn.BatchNorm2d: eager, and as a captured graph."""
+    shapes, where = cells(rows), ("bfloat16", "channels_last")
+    base = values(rows, "graph_ms", "nn.BatchNorm2d", shapes, *where)
+    panels = []
+    for title, column in (
+        ("eager", "eager_over_batchnorm2d"),
+        ("as a captured CUDA graph, without the host", "graph_ms"),
+    ):
+        series = []
+        for (name, shown), colour in zip(SPEED.items(), (4, 5, 2, 1), strict=True):
+            found = values(rows, column, name, shapes, *where)
+            if column == "graph_ms":
+                found = [None if v is None or b is None else v / b for v, b in zip(found, base, strict=True)]
+            series.append(Series(shown, colour, found, dashed=not shown.startswith("normlab")))
+        panels.append(Panel(title, series))
+    axis = Axis("times nn.BatchNorm2d", (0.25, 0.5, 1, 2, 4, 8, 16), (1, ""), log=True)
+    title = f"Forward and backward of one layer on an {rows[0]['device']}, bfloat16, channels last"
+    return lines(title, title + ": time over that of nn.BatchNorm2d", panels, shapes, axis, 2)
+
+
+def bandwidth(rows: Sequence[dict[str, Any]]) -> str:
+    """Eight passes over the tensor in the time of a captured graph, against the rate of a copy."""
+    shown = ("batch", "switchable", "batch_group", "sandwich", "group", "nn.BatchNorm2d", "nn.GroupNorm")
+    shapes, looks = cells(rows), (1, 2, 4, 6, 3, 0, 5)
+    panels = []
+    for dtype in ("float32", "bfloat16"):
+        for layout in ("contiguous", "channels_last"):
+            series = []
+            for name, colour in zip(shown, looks, strict=True):
+                found = [
+                    None if v is None else v / 1000
+                    for v in values(rows, "gb_per_s", name, shapes, dtype, layout)
+                ]
+                series.append(Series(name.replace("_", " "), colour, found, dashed=name.startswith("nn.")))
+            panels.append(Panel(f"{dtype}, {layout.replace('_', ' ')}", series))
+    copy = float(rows[0]["copy_tb_per_s"])
+    axis = Axis("TB/s, eight passes", (0, 1, 2, 3, 4, 5), (copy, "copy"))
+    title = f"Bandwidth of forward and backward as a captured graph on an {rows[0]['device']}"
+    return lines(title, title, panels, shapes, axis, 4)
+
+
+def pictures() -> dict[str, str]:
+    """File names and their SVG."""
+    gpu = read(HERE / "gpu.csv")
+    return {
+        "compare.svg": compare(read(HERE / "compare.csv")),
+        "speed.svg": speed(gpu),
+        "bandwidth.svg": bandwidth(gpu),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "pictures", help="folder")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name, svg in pictures().items():
+        (arguments.out / name).write_text(svg)
+        print(f"written to {arguments.out / name}")
+
+
+if __name__ == "__main__":
+    main()
