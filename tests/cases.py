@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -187,6 +187,7 @@ class Formula:
     says: str
     standardize: Callable[[Values, Tensor, Given, bool], Standard]
     how: str = "unbiased"
+    finish: Callable[[Values, Tensor], Tensor] = lambda p, y: y  # after the affine map
 
 
 def branch_of(given: Given, n: int) -> Tensor | None:
@@ -364,12 +365,29 @@ def kalman(gain: float, pool: str = "batch") -> Formula:
     return Formula(f"{pool}, predicted", standardize)
 
 
-def root_mean_square(pool: str) -> Formula:
+def root_mean_square(pool: str, says: str = "RootMeanSquare") -> Formula:
     def standardize(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
         mean, var, seen = statistics_of(p, x, pool, given, training)
         return Standard(x / (var + mean.square() + EPS).sqrt(), seen)
 
-    return Formula("RootMeanSquare", standardize)
+    return Formula(says, standardize)
+
+
+def _above_threshold(p: Values, y: Tensor) -> Tensor:
+    threshold = beside(p["threshold"], y)
+    return torch.where(y > threshold, y, threshold)
+
+
+filter_response = replace(root_mean_square("instance", "filter_response"), finish=_above_threshold)
+
+
+def _global_response(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
+    norms = x.flatten(2).square().mean(2).sqrt()  # [N, C]
+    share = norms / (norms.sum(1, keepdim=True) / x.shape[1] + EPS)
+    return Standard(x + beside(p["response_weight"] * share, x) * x + beside(p["response_bias"], x))
+
+
+global_response = Formula("global_response", _global_response)
 
 
 def _between(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
@@ -540,6 +558,7 @@ class Case:
     flat: bool = True  # whether [N, C] is legal
     smooth: bool = True  # whether the training gradient is that of a function (renorm stops it)
     adopts: bool = False  # whether a torch batch norm checkpoint loads strictly and computes the same
+    compares: bool = False  # whether a value decides something after it was rounded
     copies: int = 1  # what is kept for backward, relative to other rows: modes keep values for each mode
 
     @property
@@ -588,7 +607,8 @@ class Case:
         buffers: dict[str, Tensor] = {}
         for i, pair in enumerate(seen):
             buffers |= moved(p, pair, self.momentum, self.formula.how, suffix_of(i))
-        return Expected(affine(p, y, x, self.affine, given, self.options.get("key_size", 16)), buffers)
+        y = affine(p, y, x, self.affine, given, self.options.get("key_size", 16))
+        return Expected(self.formula.finish(p, y), buffers)
 
     def by_torch(self, p: Values, x: Tensor, training: bool, space: str = "2d") -> Expected:
         """What torch's own layer gives for the same values."""
@@ -784,6 +804,13 @@ CASES: tuple[Case, ...] = (
     Case("own-root-mean-square-uneven-runs", "Norm", (7, RootMeanSquare(normlab.Pool("run", True, 5, ghost=4))),
          root_mean_square("batch_group(5)/ghost=4"), channels=7),
     Case("own-learned", "Norm", (16, Between()), between),
+    # registered by one file each
+    Case("rms-layer", "Norm", (16, "rms"), root_mean_square("layer", "rms(layer)")),
+    Case("rms-group", "Norm", (16, "rms(group(4))", "class"), root_mean_square("group(4)", "rms(group(4))"),
+         {"num_classes": CLASSES}, affine=("class",), give=labels),
+    Case("filter-response", "Norm", (16, "filter_response"), filter_response, flat=False,
+         compares=True),
+    Case("global-response", "Norm", (16, "global_response"), global_response, affine=(), flat=False),
 )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from normlab.lab.errors import LabError
 from normlab.lab.models import NAMES, build
 from normlab.lab.models.common import load_weights
 from normlab.lab.models.resnet import Block, PaddedShortcut, PreActBlock
-from normlab.lab.norms import NAMES as NORMS
 from normlab.lab.norms import NormSpec, parse_norm, parse_norms
 from normlab.model.description import is_norm
 from normlab.model.fixup import Bias, Scale
@@ -46,13 +45,15 @@ TINY: dict[str, dict[str, Any]] = {  # every kind of network, in seconds
 
 
 def norms() -> list[str]:
-    return [{"ghost": "ghost(2)"}.get(name, name) for name in NORMS]
+    """All but those that read channels from the last axis."""
+    names = (*normlab.TARGETS, "separated", "torch", "fixup")
+    return [{"ghost": "ghost(2)"}.get(name, name) for name in names if not name.endswith("_last")]
 
 
 def fits(model: str, norm: str) -> bool:
     if norm == "fixup":
         return "resnet" in model or "wrn" in model
-    return not (model == "mlp" and norm in ("instance", "meta"))
+    return not (model == "mlp" and norm in ("instance", "meta", "filter_response", "global_response"))
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -17,13 +17,11 @@ from ..model.targets import TARGETS
 from ..statistics.registry import NORMALIZERS
 from .errors import LabError
 
-__all__ = ["NAMES", "NormSpec", "parse_norm", "parse_norms"]
+__all__ = ["NormSpec", "parse_norm", "parse_norms"]
 
-# Beside the targets of surgery: any statistics for each branch, torch's own batch norm, and Fixup, which is no layer
+# Beside the targets of conversion: any statistics for each branch, torch's own batch norm, and Fixup, which is no layer
 # but a way to build residual nets.
-NAMES: tuple[str, ...] = (*TARGETS, "separated", "torch", "fixup")
-# The papers' abbreviations.
-_SHORT = {short: name for name, entry in NORMALIZERS.items() for short in entry.short}
+_MORE = ("separated", "torch", "fixup")
 _TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _MOST_GROUPS = 32  # of group norm where no number is given
 
@@ -118,9 +116,9 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
         raise LabError(
             f"{ast.unparse(node)!r} in {text!r} does not read as a norm; write it as group(8) or batch(eps=1e-3)"
         )
-    name = _SHORT.get(call.func.id.lower(), call.func.id.lower())
-    if name not in NAMES:
-        raise LabError(f"there is no norm {call.func.id!r}; {nearest(name, NAMES)}")
+    name = _full_name(call.func.id.lower())
+    if name not in (*TARGETS, *_MORE):
+        raise LabError(f"there is no norm {call.func.id!r}; {nearest(name, (*TARGETS, *_MORE))}")
     first = _first(name)
     if len(call.args) > (first is not None):
         raise LabError(
@@ -163,6 +161,11 @@ def _known(name: str, options: dict[Any, Any]) -> list[str]:
     return options_of(name, options)
 
 
+def _full_name(name: str) -> str:
+    """A name for one of the papers' abbreviations; any other text as it is."""
+    return next((full for full, entry in NORMALIZERS.items() if name in entry.short), name)
+
+
 def _first(name: str) -> str | None:
     """The option that stands without its name, as in ``group(8)``."""
     return "statistics" if name == "separated" else NORMALIZERS[name].first if name in NORMALIZERS else None
@@ -170,10 +173,6 @@ def _first(name: str) -> str | None:
 
 def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.Module:
     kind = family(name, options)
-    if dims == 1 and kind in (layers.InstanceNorm, layers.InstanceLevelMetaNorm):
-        raise ValueError(
-            "one value a sample and channel has no statistics; use layer, group or batch in an MLP"
-        )
     if kind is layers.GroupNorm:
         options.setdefault("num_groups", max(1, min(_MOST_GROUPS, channels // 2)))
     options = {**TARGETS[name].options, **options}
@@ -182,7 +181,16 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
     options, _ = fit_to_channels(name, channels, options)
     if kind is layers.BatchGroupNorm and dims == 1:
         options["num_groups"] = min(options["num_groups"], channels)
-    return make_layer(name, channels, dims, options)
+    made = make_layer(name, channels, dims, options)
+    if isinstance(made, layers.Norm):
+        pools = made.statistics.pools
+        if dims == 1 and pools and all(p.kind == "channel" and not p.over_batch for p in pools):
+            raise ValueError(
+                "one value a sample and channel has no statistics; use layer, group or batch in an MLP"
+            )
+        if made.statistics.channels_at_end:
+            raise ValueError("it reads channels from the last axis, and the lab's networks have them second")
+    return made
 
 
 def _separated(channels: int, dims: int, statistics: Any = "batch", **options: Any) -> nn.Module:
@@ -190,5 +198,5 @@ def _separated(channels: int, dims: int, statistics: Any = "batch", **options: A
     make: Any = getattr(layers, f"Norm{dims}d") if dims else layers.Norm  # 0: for any number of spatial axes
     if isinstance(statistics, str):
         name, bracket, rest = statistics.partition("(")
-        statistics = f"{_SHORT.get(name.strip(), name.strip())}{bracket}{rest}"
+        statistics = f"{_full_name(name.strip())}{bracket}{rest}"
     return make(channels, statistics, **{"affine": "branch", "branches": ("main", "aux"), **options})

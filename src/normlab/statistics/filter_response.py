@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..engine.backends import must_trace
 from ..engine.contract import Coefficients
 from .base import Statistics
 from .pools import instance
@@ -55,5 +57,28 @@ class FilterResponse(Statistics):
         return Coefficients(torch.zeros_like(mean), torch.rsqrt(var + mean.square() + eps))
 
     def finish(self, y: Tensor, p: Mapping[str, Tensor]) -> Tensor:
-        threshold = p["threshold"].to(y.dtype)
-        return torch.maximum(y, threshold.reshape(-1, *(1,) * (y.dim() - 2)))
+        threshold = p["threshold"].reshape(-1, *(1,) * (y.dim() - 2))
+        return _larger(y, threshold) if must_trace(y) else _Larger.apply(y, threshold)
+
+
+def _larger(y: Tensor, threshold: Tensor) -> Tensor:
+    threshold = threshold.to(y.dtype)
+    return torch.where(y > threshold, y, threshold)
+
+
+class _Larger(torch.autograd.Function):
+    """Keeps what it returns, which the layer that follows keeps too, and not its input."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, threshold: Tensor) -> Tensor:
+        out = _larger(y, threshold)
+        ctx.save_for_backward(out, threshold)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:  # type: ignore[override]
+        out, threshold = ctx.saved_tensors
+        above = out > threshold.to(out.dtype)
+        of_y = torch.where(above, d, 0) if ctx.needs_input_grad[0] else None
+        below = torch.where(above, 0, d).to(threshold.dtype) if ctx.needs_input_grad[1] else None
+        return of_y, None if below is None else below.sum_to_size(threshold.shape)

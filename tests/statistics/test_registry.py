@@ -1,0 +1,121 @@
+"""One file adds a normalizer: layers, conversion, the lab and the tables then know it."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import normlab
+from normlab import NORMALIZERS, TARGETS, convert
+from normlab.lab.norms import parse_norm
+from normlab.model.draw import draw
+from normlab.statistics.names import parse_statistics
+
+ROOT = Path(__file__).parents[2]
+
+# A normalizer as a newcomer would write it: the whole file.
+FILE = """
+from dataclasses import dataclass
+
+import torch
+
+from normlab import Coefficients, Pool, Statistics, register
+
+
+@register("deviation", first="groups", row="deviation", shares="the values of one group; no mean is taken off")
+@dataclass(frozen=True)
+class Deviation(Statistics):
+    groups: int = 1
+
+    @property
+    def pools(self):
+        return (Pool("group", False, self.groups),)
+
+    def combine(self, statistics, *tensors, eps):
+        ((mean, var),) = statistics
+        return Coefficients(torch.zeros_like(mean), torch.rsqrt(var + eps))
+"""
+
+
+@pytest.fixture
+def deviation(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "deviation.py").write_text(FILE)
+    spec = importlib.util.spec_from_file_location("deviation", tmp_path / "deviation.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules["deviation"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield
+    del NORMALIZERS["deviation"], sys.modules["deviation"]
+
+
+def tables():
+    spec = importlib.util.spec_from_file_location("tables_of_normalizers", ROOT / "docs" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_hand(x: torch.Tensor, groups: int) -> torch.Tensor:
+    view = x.reshape(x.shape[0], groups, -1)
+    return (view / (view.var(2, correction=0, keepdim=True) + 1e-5).sqrt()).reshape(x.shape)
+
+
+@pytest.mark.usefixtures("deviation")
+def test_one_file_is_all_that_a_normalizer_takes():
+    x = torch.randn(3, 8, 5, 5) + 1
+    torch.testing.assert_close(normlab.Norm2d(8, "deviation(4)")(x), by_hand(x, 4))
+    model = convert(nn.Sequential(nn.BatchNorm2d(8)), "deviation", groups=2)
+    torch.testing.assert_close(model(x), by_hand(x, 2))
+    torch.testing.assert_close(parse_norm("deviation(2)").make(8)(x), by_hand(x, 2))
+    assert "deviation" in TARGETS and parse_norm("deviation(2)").label == "deviation(2)"
+    for made in (tables().normalizers(), tables().statistics(), tables().targets()):
+        assert "deviation" in made
+    assert 'Norm2d(C, "deviation")' in tables().readme((ROOT / "README.md").read_text())
+    assert "<svg" in draw(normlab.Norm2d(8, "deviation(2)")).svg
+    with pytest.raises(ValueError, match="did you mean 'deviation'"):
+        normlab.Norm2d(8, "deviaton")
+
+
+def test_the_readme_has_the_registry_s_table():
+    text = (ROOT / "README.md").read_text()
+    assert text == tables().readme(text), "run: python docs/tables.py"
+
+
+def test_every_normalizer_has_a_page():
+    pages = {page.stem for page in (ROOT / "docs" / "normalizers").glob("*.md")}
+    assert {entry.page for entry in NORMALIZERS.values() if entry.page} <= pages
+    named = {entry.name for entry in NORMALIZERS.values() if entry.row and not entry.page}
+    assert not named, f"{named} have a row in the table of normalizers and no page"
+
+
+def test_every_class_is_registered():
+    layers = {entry.layer for entry in NORMALIZERS.values()} | {
+        entry.variant[1] for entry in NORMALIZERS.values() if entry.variant is not None
+    }
+    generic = {normlab.Norm, normlab.Norm1d, normlab.Norm2d, normlab.Norm3d}
+    for name in normlab.__all__:
+        kind = getattr(normlab, name)
+        if isinstance(kind, type) and issubclass(kind, normlab.Norm) and kind not in generic:
+            assert kind in layers or kind.__base__ in layers, f"{name} is not registered"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(n for n, entry in NORMALIZERS.items() if entry.statistics is not None)
+)
+def test_names_and_aliases_read_as_statistics(name: str):
+    entry = NORMALIZERS[name]
+    argument = "(4)" if entry.first == "num_groups" else ""
+    made = parse_statistics(f"{name}{argument}")
+    for alias in entry.aliases:
+        assert parse_statistics(f"{alias}{argument}") == made
+    normlab.Norm(16, f"{name}{argument}")
+
+
+def test_a_name_that_is_no_word_is_refused():
+    with pytest.raises(ValueError, match="a word of letters"):
+        normlab.register("two words")
