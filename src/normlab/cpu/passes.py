@@ -27,7 +27,7 @@ from torch import Tensor
 from ..engine.cache import remembered
 from ..engine.coefficients import Gradients, compose, through_affine
 from ..engine.expression import plain_apply, plain_moments, row_sums, rows_view, spread_to_elements
-from ..engine.numerics import FAR, at_least_single, widest
+from ..engine.numerics import FAR_IN_DEVIATIONS, at_least_float32, widest
 
 if TYPE_CHECKING:
     from ..engine.contract import Coefficients
@@ -101,12 +101,12 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
     view, last = _view(x, rows)
     of_rows = _moments_last if last else _moments_rows
     if x.device.type != "cpu":
-        mean, deviation = of_rows(at_least_single(view))
+        mean, deviation = of_rows(at_least_float32(view))
     else:
-        mean, deviation = _joined([of_rows(at_least_single(v)) for v in _chunks(view)])
-        if x.dtype != torch.float64 and largest(mean / deviation) > FAR:
+        mean, deviation = _joined([of_rows(at_least_float32(v)) for v in _chunks(view)])
+        if x.dtype != torch.float64 and largest(mean / deviation) > FAR_IN_DEVIATIONS:
             parts = zip(_chunks(view), _chunks(mean, view), strict=True)
-            offset, deviation = _joined([of_rows(at_least_single(v) - m.unsqueeze(2)) for v, m in parts])
+            offset, deviation = _joined([of_rows(at_least_float32(v) - m.unsqueeze(2)) for v, m in parts])
             mean, deviation = mean.double() + offset, deviation.double()
     var = deviation.square()
     if last and rows.parts > 1:
@@ -209,11 +209,11 @@ def apply(
     coefficients = compose(standard, rows, prod(x.shape[2:]), weight, bias)
     center, scale, shift = coefficients
     product = center * scale
-    if rows.cuts and (x.device.type != "cpu" or largest(product) > FAR):
+    if rows.cuts and (x.device.type != "cpu" or largest(product) > FAR_IN_DEVIATIONS):
         return _like(plain_apply(x.to(center.dtype), rows, coefficients), x)
     if rows.cuts:
         return _linear_of_cuts(x, rows, scale, -product if shift is None else shift - product)
-    if far and (x.device.type != "cpu" or largest(product) > FAR):
+    if far and (x.device.type != "cpu" or largest(product) > FAR_IN_DEVIATIONS):
         return _apply_far(x, rows, center, scale, shift)
     return _linear(x, rows, scale, -product if shift is None else shift - product)
 
@@ -222,7 +222,7 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
     """Subtract first: the difference is exact, and what rounding the center lost is carried by the shift."""
     near = center.to(torch.promote_types(x.dtype, torch.float32))
     carried = (near - center) * scale if shift is None else torch.addcmul(shift, near - center, scale)
-    view, last = _view(at_least_single(x), rows)
+    view, last = _view(at_least_float32(x), rows)
     place = (lambda t: _to_last(t, rows)) if last else (lambda t: t.unsqueeze(-1))
     y = view - place(near)
     y.mul_(place(scale.to(y.dtype))).add_(place(carried.to(y.dtype)))
@@ -309,7 +309,7 @@ def _linear_rows(view: Tensor, slope: Tensor, offset: Tensor) -> Tensor:  # [n, 
 
 def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
     """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``."""
-    center = at_least_single(center)
+    center = at_least_float32(center)
     dtype = center.dtype
     n = x.shape[0]
     if not x.numel():
@@ -329,16 +329,16 @@ def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Ten
         view_dy, place = _last_view(dy, rows).contiguous(), _to_last(near, rows)
         found: list[tuple[Tensor, Tensor]] = []
         if _one_by_one(view):
-            return _sums_one_by_one(at_least_single(view), at_least_single(view_dy), near, center, rows)
+            return _sums_one_by_one(at_least_float32(view), at_least_float32(view_dy), near, center, rows)
         step = n if x.device.type != "cpu" else _step(view)
         for i in range(0, n, step):
             part = slice(i, i + step)
-            g = at_least_single(view_dy[part])
-            product = (at_least_single(view[part]) - (place if place.shape[0] == 1 else place[part])).mul_(g)
+            g = at_least_float32(view_dy[part])
+            product = (at_least_float32(view[part]) - (place if place.shape[0] == 1 else place[part])).mul_(g)
             found.append((_column_sums(g), _column_sums(product)))
         total, dot = (_of_last(t, rows) for t in _joined(found))
     else:
-        view, view_dy = at_least_single(view), at_least_single(rows_view(dy, rows))
+        view, view_dy = at_least_float32(view), at_least_float32(rows_view(dy, rows))
         at_rows = near.expand(n, rows.number)
         if x.device.type == "cpu":
             r, s = view.shape[1:]

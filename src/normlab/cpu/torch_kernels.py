@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..engine.expression import differentiate_plain, wants_plain
-from ..engine.numerics import FAR
+from ..engine.numerics import FAR_IN_DEVIATIONS
 from ..statistics.plans import Pooled
 from .passes import is_channels_last, largest
 
@@ -81,7 +81,7 @@ def _forward(x: Tensor, plan: Plan, weight: Tensor | None, bias: Tensor | None, 
             view, groups, flat = (1, n * c, s), n * c, x.view(1, n * c, s)
         y, mean, reciprocal = torch.native_group_norm(flat, _flat(weight), _flat(bias), *view, groups, eps)
         found = _Found(y.view(x.shape).data, mean, reciprocal, groups, view)
-    if largest(mean * reciprocal) > FAR or found.y.stride() != x.stride():
+    if largest(mean * reciprocal) > FAR_IN_DEVIATIONS or found.y.stride() != x.stride():
         return None
     return found
 

@@ -32,13 +32,13 @@ from .messages import nearest
 
 __all__ = [
     "backend",
+    "choice_is_lost",
     "chosen",
     "chosen_host",
     "kernels_serve",
     "must_trace",
     "one_launch",
-    "out_of_sight",
-    "rerun_in",
+    "restored_choice",
     "triton_is_forced",
 ]
 
@@ -48,7 +48,7 @@ _HOSTS = ("auto", "python", "compiled")
 _LAUNCHES = ("one", "several")
 
 
-class _Scope(NamedTuple):
+class _Choice(NamedTuple):
     """What was chosen; None is left to the environment."""
 
     name: str | None = None
@@ -56,7 +56,7 @@ class _Scope(NamedTuple):
     launches: str | None = None
 
 
-_chosen: ContextVar[_Scope] = ContextVar("normlab_backend", default=_Scope())  # noqa: B039  # it is immutable
+_chosen: ContextVar[_Choice] = ContextVar("normlab_backend", default=_Choice())  # noqa: B039  # it is immutable
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def backend(
     What is left out stays as it is outside.
     """
     outer = _chosen.get()
-    inner = _Scope(
+    inner = _Choice(
         outer.name if name is None else _known(name),
         outer.host if host is None else _known_host(host),
         outer.launches if launches is None else _known_launches(launches),
@@ -83,16 +83,16 @@ def backend(
         _chosen.reset(token)
 
 
-def out_of_sight(scope: _Scope | None) -> bool:
+def choice_is_lost(scope: _Choice | None) -> bool:
     """Whether something was chosen where ``scope`` was noted, and nothing is here.
 
     So it is for a forward pass that checkpointing runs again: on CUDA it does so in a thread of autograd's.
     """
-    return scope is not None and scope != _Scope() and _chosen.get() == _Scope()
+    return scope is not None and scope != _Choice() and _chosen.get() == _Choice()
 
 
 @contextmanager
-def rerun_in(scope: _Scope) -> Iterator[None]:
+def restored_choice(scope: _Choice) -> Iterator[None]:
     """Within it, what was chosen where ``scope`` was noted."""
     token = _chosen.set(scope)
     try:

@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 
 from .coefficients import compose, unpack
 from .contract import Coefficients, Moments, Rule
-from .numerics import at_least_single
+from .numerics import at_least_float32
 from .rows import Rows, add_up, run_of, take
 
 __all__ = ["row_sums", "rows_view", "spread_to_elements"]
@@ -86,7 +86,7 @@ def spread_to_elements(t: Tensor, rows: Rows) -> Tensor:  # [n, R] or [n, 1] to 
 
 def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every row, ``[N, R]`` each, in float32 or float64."""
-    wide = at_least_single(x)
+    wide = at_least_float32(x)
     if rows.cuts:
         flat = wide.reshape(x.shape[0], rows.cuts[-1])
         size = rows.size(prod(x.shape[2:]), x.device)
@@ -105,13 +105,13 @@ def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 def plain_apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
     center, scale, shift = coefficients
     if rows.cuts:
-        wide = at_least_single(x).reshape(x.shape[0], rows.cuts[-1])
+        wide = at_least_float32(x).reshape(x.shape[0], rows.cuts[-1])
         expand = lambda t: spread_to_elements(t, rows)  # noqa: E731
     elif rows.parts == 1:  # on x's own shape, so that compilers keep its layout
-        wide = at_least_single(x)
+        wide = at_least_float32(x)
         expand = lambda t: t.reshape(t.shape + (1,) * (x.dim() - 2))  # noqa: E731
     else:
-        wide = rows_view(at_least_single(x), rows)
+        wide = rows_view(at_least_float32(x), rows)
         expand = lambda t: t.unsqueeze(-1)  # noqa: E731
     y = (wide - expand(center).to(wide.dtype)) * expand(scale).to(wide.dtype)
     if shift is not None:

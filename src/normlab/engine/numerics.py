@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Beyond this ratio of mean to standard deviation float32 sums lose digits that show: moments are taken again about
 # the first mean, and apply subtracts before it scales.
-FAR = 64.0
+FAR_IN_DEVIATIONS = 64.0
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -15,6 +15,6 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def at_least_single(t: Tensor) -> Tensor:
+def at_least_float32(t: Tensor) -> Tensor:
     """Half precision in float32; float32 and float64 as they are."""
     return t if t.dtype in (torch.float32, torch.float64) else t.float()

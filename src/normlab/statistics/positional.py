@@ -17,7 +17,7 @@ from torch import Tensor
 from ..engine.backends import must_trace
 from ..engine.coefficients import like_affine
 from ..engine.expression import differentiate, wants_plain
-from ..engine.numerics import at_least_single
+from ..engine.numerics import at_least_float32
 from .base import Statistics
 
 __all__ = ["OfPositions", "Positional", "normalize_positions", "plain_positions"]
@@ -48,7 +48,7 @@ def normalize_positions(
 
 def plain_positions(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """By operators that autograd differentiates; ``weight`` and ``bias`` are ``[1, C]`` or ``[N, C]``, or ``[C]``."""
-    wide = at_least_single(x)
+    wide = at_least_float32(x)
     centered = wide - wide.mean(1, keepdim=True)  # not var_mean, which warns of an empty batch
     y = centered * torch.rsqrt(centered.square().mean(1, keepdim=True) + eps)
     if weight is not None:
@@ -73,7 +73,7 @@ def _place(t: Tensor, x: Tensor) -> Tensor:
 
 def _standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The standardized input and the reciprocal deviation of each position; channels last takes torch's layer norm."""
-    wide = at_least_single(x)
+    wide = at_least_float32(x)
     last = wide.movedim(1, -1)
     if last.is_contiguous():
         out, _, reciprocal = torch.native_layer_norm(last, [x.shape[1]], None, None, eps)
