@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .backends import Passes, must_trace, passes_for
+from .backends import must_trace, passes_for
 from .coefficients import Gradients, check_coefficients, unpack
-from .contract import ClosedRule, Moments, PooledRule, Rule
+from .contract import ClosedRule, Moments, Passes, PooledRule, Rule
 from .expression import differentiate_plain, plain, plain_moments, wants_plain
 from .rows import Rows
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..engine.backends import choice_is_lost, chosen, kernels, kernels_serve, must_trace, restored_choice
+from ..engine.backends import choice_is_lost, choice_scope, chosen, kernels, kernels_serve, must_trace
 from ..engine.contract import Update
 from ..engine.messages import check_number
 from ..engine.normalize import normalize
@@ -364,7 +364,7 @@ class Norm(nn.Module):
             if not running.in_backward():
                 self._known_calls.scope = chosen()
             elif choice_is_lost(scope := self._known_calls.scope):
-                with restored_choice(scope):
+                with choice_scope(scope):
                     return self._run(x, label, branch, style, residual, extra)
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
