@@ -18,9 +18,10 @@ from .model.calibrate import calibrate
 from .model.convert import convert, undo
 from .model.draw import draw
 from .model.fixup import fixup, fixup_parameters
-from .model.fold import fold, merge_sandwich
+from .model.fold import fold
 from .model.fuse import fuse
 from .model.mixtures import harden, importance, set_radius
+from .model.plain_layers import merge_sandwich
 from .model.report import Report, report
 from .model.routing import keep_route, route
 from .model.scopes import frozen, guarded, no_update, with_batch_statistics

@@ -1,4 +1,4 @@
-"""What the engine calls where there are no kernels: the passes in torch operators, and torch's own normalizers."""
+"""The back end for tensors without kernels: the passes in torch operators, and torch's own normalizers."""
 
 from ..statistics.plans import back_through_pools
 from .passes import apply, gradients, input_gradient, moments, pool

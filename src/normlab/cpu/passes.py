@@ -1,18 +1,19 @@
-"""The passes over ``x`` in torch operators.
+"""The passes over ``x`` in torch operators, outside autograd.
 
-Two families with the same arithmetic. ``plain_*`` are differentiable expressions: compilers trace them and double
-backward differentiates them. The others run outside autograd and choose, on the CPU, the operator that reads memory
-best. Measured on two cores, 16x64x56x56 float32, in milliseconds: ``torch.var_mean`` over the spatial axes 9.5,
-``native_group_norm`` with a group a channel 0.45; ``x * scale + shift`` written with broadcasting 0.74, inference
-batch norm on a ``[1, N*C, S]`` view 0.29; row sums by multiply and reduce 1.0, ``native_batch_norm_backward`` asked for
-the parameter gradients alone 0.37.
+They compute the same as the plain expressions of :mod:`normlab.engine.expression`. On the CPU they call whichever
+operator of torch is fastest for the job, also where it was made for another. Milliseconds on two cores, 16x64x56x56
+float32:
 
-Every function takes ``x`` of shape ``[N, C, *S]`` in any layout. Three views of it exist:
+* moments: ``torch.var_mean`` over the spatial axes 9.5, ``native_group_norm`` with one group per channel 0.45;
+* apply: ``x * scale + shift`` with broadcasting 0.74, inference batch norm on a ``[1, N*C, S]`` view 0.29;
+* row sums: multiply and reduce 1.0, the parameter gradients of ``native_batch_norm_backward`` 0.37.
+
+Every function takes ``x`` of shape ``[N, C, *S]`` in any layout, and works on one of three views:
 
 * contiguous: ``[N, R, s]``, R rows of s elements;
-* channels last: ``[N, parts, s, C]``, no copy is made;
-* rows of unequal length: ``[N, C*S]`` with an index of rows (a slow path that only batch group norm with awkward
-  group numbers takes).
+* channels last: ``[N, parts, s, C]``, without a copy;
+* uneven rows: ``[N, C*S]`` and the lengths of the rows. This is slower, and only some group numbers of batch group norm
+  need it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from ..engine.cache import remembered
 from ..engine.coefficients import Gradients, compose, through_affine
 from ..engine.expression import plain_apply, plain_moments, row_sums, rows_view, spread_to_elements
-from ..engine.numerics import FAR, at_least_single, widest
+from ..engine.numerics import FAR_IN_DEVIATIONS, at_least_float32, widest
 
 if TYPE_CHECKING:
     from ..engine.contract import Coefficients
@@ -62,7 +63,7 @@ def _to_last(t: Tensor, rows: Rows) -> Tensor:  # [n, R] to [n, parts, 1, C]
     return t.reshape(t.shape[0], rows.channels, rows.parts, 1).transpose(1, 2).transpose(2, 3)
 
 
-def _of_last(t: Tensor, rows: Rows) -> Tensor:  # [N, parts, C] to [N, R]
+def _from_last(t: Tensor, rows: Rows) -> Tensor:  # [N, parts, C] to [N, R]
     if rows.parts == 1:
         return t.reshape(t.shape[0], rows.channels)
     return t.transpose(1, 2).reshape(t.shape[0], rows.number)
@@ -73,7 +74,7 @@ def _lengths(lengths: tuple[int, ...], samples: int) -> Tensor:  # [N, R]
     return torch.tensor([lengths]).repeat(samples, 1)
 
 
-def _sums_of_cuts(flat: Tensor, rows: Rows) -> Tensor:  # [N, D] to [N, R]
+def _sum_uneven(flat: Tensor, rows: Rows) -> Tensor:  # [N, D] to [N, R]
     """:func:`row_sums` outside autograd, several times as fast on the CPU."""
     if flat.device.type != "cpu":
         return row_sums(flat, rows)
@@ -82,11 +83,11 @@ def _sums_of_cuts(flat: Tensor, rows: Rows) -> Tensor:  # [N, D] to [N, R]
 
 
 def _like(t: Tensor, x: Tensor) -> Tensor:
-    """In the dtype and layout of ``x``."""
+    """``t`` in the dtype and layout of ``x``."""
     return torch.empty_like(x).copy_(t)
 
 
-# --- outside autograd ---------------------------------------------------------------------------------------------
+# --- forward ------------------------------------------------------------------------------------------------------
 
 
 def moments(x: Tensor, rows: Rows) -> Tensor:
@@ -94,39 +95,43 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
     if not x.numel():
         return x.new_zeros((2, x.shape[0], rows.number), dtype=torch.promote_types(x.dtype, torch.float32))
     if rows.cuts:
-        return _moments_of_cuts(x, rows)
+        return _moments_uneven(x, rows)
     if prod(x.shape[2:]) == rows.parts:  # one element a row
         mean = x.reshape(x.shape[0], rows.number).to(widest(x.device))
         return torch.stack((mean, torch.zeros_like(mean)))
     view, last = _view(x, rows)
     of_rows = _moments_last if last else _moments_rows
     if x.device.type != "cpu":
-        mean, deviation = of_rows(at_least_single(view))
+        mean, deviation = of_rows(at_least_float32(view))
     else:
-        mean, deviation = _joined([of_rows(at_least_single(v)) for v in _chunks(view)])
-        if x.dtype != torch.float64 and largest(mean / deviation) > FAR:
+        mean, deviation = _joined([of_rows(at_least_float32(v)) for v in _chunks(view)])
+        if x.dtype != torch.float64 and largest(mean / deviation) > FAR_IN_DEVIATIONS:
             parts = zip(_chunks(view), _chunks(mean, view), strict=True)
-            offset, deviation = _joined([of_rows(at_least_single(v) - m.unsqueeze(2)) for v, m in parts])
+            offset, deviation = _joined([of_rows(at_least_float32(v) - m.unsqueeze(2)) for v, m in parts])
             mean, deviation = mean.double() + offset, deviation.double()
     var = deviation.square()
     if last and rows.parts > 1:
-        mean, var = _of_last(mean, rows), _of_last(var, rows)
+        mean, var = _from_last(mean, rows), _from_last(var, rows)
     return torch.stack((mean, var)).reshape(2, x.shape[0], rows.number)
 
 
-def _moments_of_cuts(x: Tensor, rows: Rows) -> Tensor:
-    """In the widest dtype, about the rows' means in the first sample, which are spread but once."""
+def _moments_uneven(x: Tensor, rows: Rows) -> Tensor:
+    """Moments of uneven rows in the widest dtype.
+
+    Deviations are from the row means of the first sample, so those are spread to elements only once.
+    """
     whole, wide = rows.cuts[-1], widest(x.device)
     if x.device.type != "cpu" or wide != torch.float64:
         return torch.stack(plain_moments(x.to(wide), rows))
     size = _lengths(rows.lengths, 1)
-    first = _sums_of_cuts(x[:1].reshape(1, whole).to(wide), rows) / size
-    about, found = spread_to_elements(first, rows), []
-    for v in x.split(_step_of_cuts(x)):
+    first = _sum_uneven(x[:1].reshape(1, whole).to(wide), rows) / size
+    about, moments_of = spread_to_elements(first, rows), []
+    for v in x.split(_step_uneven(x)):
         d = v.reshape(-1, whole) - about
-        off = _sums_of_cuts(d, rows) / size
-        found.append((first + off, _sums_of_cuts(d.mul_(d), rows).div_(size).sub_(off * off).clamp_min_(0)))
-    return torch.stack(_joined(found))
+        off = _sum_uneven(d, rows) / size
+        var = _sum_uneven(d.mul_(d), rows).div_(size).sub_(off * off).clamp_min_(0)
+        moments_of.append((first + off, var))
+    return torch.stack(_joined(moments_of))
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -142,9 +147,9 @@ def _view(x: Tensor, rows: Rows) -> tuple[Tensor, bool]:
 
 
 def _chunks(t: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Samples a few at a time, so that what is computed on the way stays in the cache and needs no fresh memory."""
+    """``t``, a few samples at a time, so that intermediate results stay in the cache and need no fresh memory."""
     like = t if like is None else like
-    if like.numel() <= 2 * _CHUNK or (like.dim() == 4 and _one_by_one(like)):  # the latter needs no room
+    if like.numel() <= 2 * _CHUNK or (like.dim() == 4 and _one_by_one(like)):  # the latter has none
         return (t,)
     return t.split(_step(like))
 
@@ -159,7 +164,7 @@ def largest(t: Tensor) -> float:
     return float(torch.linalg.vector_norm(t, torch.inf)) if t.numel() else 0.0
 
 
-def _moments_rows(view: Tensor) -> tuple[Tensor, Tensor]:  # [n, R, s]: mean and deviation, never quite zero
+def _moments_rows(view: Tensor) -> tuple[Tensor, Tensor]:  # [n, R, s]: mean and deviation, never zero
     n, r, size = view.shape
     if view.device.type == "cpu":
         dense = view.contiguous()  # torch 2.11 refuses others
@@ -172,8 +177,8 @@ def _moments_rows(view: Tensor) -> tuple[Tensor, Tensor]:  # [n, R, s]: mean and
 def _moments_last(view: Tensor) -> tuple[Tensor, Tensor]:  # [n, parts, s, C]
     size = view.shape[2]
     if _one_by_one(view):
-        found = [torch.batch_norm_update_stats(v, None, None, 0.0) for v in _images(view)]
-        mean, var = (t.reshape(*view.shape[:2], -1) for t in _joined(found))
+        moments_of = [torch.batch_norm_update_stats(v, None, None, 0.0) for v in _images(view)]
+        mean, var = (t.reshape(*view.shape[:2], -1) for t in _joined(moments_of))
     else:
         mean = _column_sums(view).div_(size)
         var = _column_sums((view - mean.unsqueeze(2)).square_()).div_(size)
@@ -181,11 +186,13 @@ def _moments_last(view: Tensor) -> tuple[Tensor, Tensor]:  # [n, parts, s, C]
 
 
 def _one_by_one(view: Tensor) -> bool:
-    """Whether torch's channels-last batch norm kernels pay, called for each ``[s, C]`` image in turn."""
+    """Whether ``[s, C]`` images are so large that calling torch's channels-last batch norm kernel on each is faster."""
     return view.device.type == "cpu" and view.shape[2] * view.shape[3] >= 1 << 15
 
 
-def _images(view: Tensor) -> tuple[Tensor, ...]:  # [n, parts, s, C] to [1, C, s, 1] each, channels last
+def _images(
+    view: Tensor,
+) -> tuple[Tensor, ...]:  # [n, parts, s, C] to one [1, C, s, 1] per part, channels last
     return view.flatten(0, 1).transpose(1, 2).unsqueeze(-1).split(1)
 
 
@@ -200,32 +207,32 @@ def _column_sums(view: Tensor) -> Tensor:  # [n, parts, s, C] to [n, parts, C]
 def apply(
     x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
 ) -> Tensor:
-    """``weight * ((x - center) * scale + shift) + bias`` in dtype and layout of ``x``.
+    """``weight * ((x - center) * scale + shift) + bias`` in the dtype and layout of ``x``.
 
-    ``far`` where the center may dwarf the rest.
+    ``far``: the center may be many standard deviations from zero.
     """
     if not x.numel():
         return torch.empty_like(x)
     coefficients = compose(standard, rows, prod(x.shape[2:]), weight, bias)
     center, scale, shift = coefficients
     product = center * scale
-    if rows.cuts and (x.device.type != "cpu" or largest(product) > FAR):
+    if rows.cuts and (x.device.type != "cpu" or largest(product) > FAR_IN_DEVIATIONS):
         return _like(plain_apply(x.to(center.dtype), rows, coefficients), x)
     if rows.cuts:
-        return _linear_of_cuts(x, rows, scale, -product if shift is None else shift - product)
-    if far and (x.device.type != "cpu" or largest(product) > FAR):
+        return _linear_uneven(x, rows, scale, -product if shift is None else shift - product)
+    if far and (x.device.type != "cpu" or largest(product) > FAR_IN_DEVIATIONS):
         return _apply_far(x, rows, center, scale, shift)
     return _linear(x, rows, scale, -product if shift is None else shift - product)
 
 
 def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
-    """Subtract first: the difference is exact, and what rounding the center lost is carried by the shift."""
+    """Subtract first, because the difference is exact. The shift makes up for the rounding of the center."""
     near = center.to(torch.promote_types(x.dtype, torch.float32))
-    carried = (near - center) * scale if shift is None else torch.addcmul(shift, near - center, scale)
-    view, last = _view(at_least_single(x), rows)
+    corrected = (near - center) * scale if shift is None else torch.addcmul(shift, near - center, scale)
+    view, last = _view(at_least_float32(x), rows)
     place = (lambda t: _to_last(t, rows)) if last else (lambda t: t.unsqueeze(-1))
     y = view - place(near)
-    y.mul_(place(scale.to(y.dtype))).add_(place(carried.to(y.dtype)))
+    y.mul_(place(scale.to(y.dtype))).add_(place(corrected.to(y.dtype)))
     y = _from_last_view(y, x) if last else y.reshape(x.shape)
     return y.to(x.dtype)
 
@@ -233,7 +240,7 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
 def _linear(
     x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """``slope * x + offset``, and ``plus[0] * plus[1]`` with ``plus[1]`` like ``x``; coefficients for every row."""
+    """``slope * x + offset``, plus ``plus[0] * plus[1]`` if given. ``plus[1]`` is like ``x``, all else is per row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     slope, offset = slope.to(wide), offset.to(wide)
     view, last = _view(x, rows)
@@ -267,31 +274,31 @@ def _linear(
     return _from_last_view(y, x) if last else y.reshape(x.shape)
 
 
-def _linear_of_cuts(
+def _linear_uneven(
     x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """:func:`_linear` of rows that are cut anywhere, a few samples at a time."""
+    """:func:`_linear` for uneven rows, a few samples at a time."""
     n, whole, wide = x.shape[0], rows.cuts[-1], torch.promote_types(x.dtype, torch.float32)
     given = (slope, offset) if plus is None else (slope, offset, plus[0])
-    at = [_spread_once(t.to(wide), rows) for t in given]
-    y, step = x.new_empty(n, whole), _step_of_cuts(x)
+    spread = [_spread_once(t.to(wide), rows) for t in given]
+    y, step = x.new_empty(n, whole), _step_uneven(x)
     for i in range(0, n, step):
         part = slice(i, i + step)
-        here = torch.addcmul(at[1](part), x[part].reshape(-1, whole).to(wide), at[0](part))
+        y_part = torch.addcmul(spread[1](part), x[part].reshape(-1, whole).to(wide), spread[0](part))
         if plus is not None:
-            here.addcmul_(plus[1][part].reshape(-1, whole).to(wide), at[2](part))
-        y[part] = here
+            y_part.addcmul_(plus[1][part].reshape(-1, whole).to(wide), spread[2](part))
+        y[part] = y_part
     y = y.reshape(x.shape)
     return y if x.is_contiguous() else _like(y, x)
 
 
-def _step_of_cuts(x: Tensor) -> int:
+def _step_uneven(x: Tensor) -> int:
     """How many samples are worked on at a time."""
     return _step(x) if x.device.type == "cpu" else x.shape[0]
 
 
 def _spread_once(t: Tensor, rows: Rows) -> Callable[[slice], Tensor]:
-    """What elements of some samples find of ``t``, ``[n, R]`` or ``[1, R]``: the latter is spread but once."""
+    """A function that spreads ``t`` of some samples to their elements. ``[1, R]`` is spread only once."""
     if t.shape[0] > 1:
         return lambda part: spread_to_elements(t[part], rows)
     whole = spread_to_elements(t, rows)
@@ -299,7 +306,7 @@ def _spread_once(t: Tensor, rows: Rows) -> Callable[[slice], Tensor]:
 
 
 def _linear_rows(view: Tensor, slope: Tensor, offset: Tensor) -> Tensor:  # [n, R, s]
-    """By inference batch norm, which is faster on the CPU than multiplying and adding with broadcasting."""
+    """``slope * x + offset`` by inference batch norm, which is faster on the CPU than broadcasting."""
     n, r, s = view.shape
     slope, offset = (t.expand(n, r, 1).reshape(-1).contiguous() for t in (slope, offset))
     zero, one = slope.new_zeros(n * r), slope.new_ones(n * r)
@@ -307,75 +314,83 @@ def _linear_rows(view: Tensor, slope: Tensor, offset: Tensor) -> Tensor:  # [n, 
     return torch.batch_norm(flat, slope, offset, zero, one, False, 0.0, 0.0, False).reshape(view.shape)
 
 
-def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
+# --- backward -----------------------------------------------------------------------------------------------------
+
+
+def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
     """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``."""
-    center = at_least_single(center)
-    dtype = center.dtype
-    n = x.shape[0]
+    center = at_least_float32(center)
     if not x.numel():
-        return center.new_zeros(2, n, rows.number).unbind(0)  # type: ignore[return-value]
+        return center.new_zeros(2, x.shape[0], rows.number).unbind(0)  # type: ignore[return-value]
     if rows.cuts:
-        about, step = _spread_once(center, rows), _step_of_cuts(x)
-        each = []
-        for i in range(0, n, step):
-            part = slice(i, i + step)
-            g = dy[part].reshape(-1, rows.cuts[-1]).to(dtype)
-            product = (x[part].reshape(g.shape) - about(part)).mul_(g)
-            each.append((_sums_of_cuts(g, rows), _sums_of_cuts(product, rows)))
-        return _joined(each)
+        return _row_sums_uneven(dy, x, rows, center)
     view, last = _view(x, rows)
     near = center.to(torch.promote_types(x.dtype, torch.float32))
     if last:
-        view_dy, place = _last_view(dy, rows).contiguous(), _to_last(near, rows)
-        found: list[tuple[Tensor, Tensor]] = []
-        if _one_by_one(view):
-            return _sums_one_by_one(at_least_single(view), at_least_single(view_dy), near, center, rows)
-        step = n if x.device.type != "cpu" else _step(view)
-        for i in range(0, n, step):
-            part = slice(i, i + step)
-            g = at_least_single(view_dy[part])
-            product = (at_least_single(view[part]) - (place if place.shape[0] == 1 else place[part])).mul_(g)
-            found.append((_column_sums(g), _column_sums(product)))
-        total, dot = (_of_last(t, rows) for t in _joined(found))
+        total, dot = _row_sums_last(_last_view(dy, rows).contiguous(), view, rows, near)
     else:
-        view, view_dy = at_least_single(view), at_least_single(rows_view(dy, rows))
-        at_rows = near.expand(n, rows.number)
-        if x.device.type == "cpu":
-            r, s = view.shape[1:]
-            # Asked for the parameter gradients only, with a reciprocal deviation of one.
-            _, dot, total = torch.ops.aten.native_batch_norm_backward(
-                view_dy.reshape(1, n * r, s), view.reshape(1, n * r, s), None, None, None,
-                at_rows.reshape(-1).contiguous(), view.new_ones(n * r), True, 0.0, [False, True, True],
-            )  # fmt: skip
-            total, dot = total.reshape(n, r), dot.reshape(n, r)
-        else:
-            total = view_dy.sum(2)
-            dot = (view - at_rows.unsqueeze(-1)).mul_(view_dy).sum(2)
-    return _about(center, near, total, dot)
+        total, dot = _row_sums_contiguous(rows_view(dy, rows), view, near.expand(x.shape[0], rows.number))
+    if near.dtype == center.dtype:
+        return total, dot
+    # The sums are about the rounded center: correct them.
+    total = total.to(center.dtype)
+    return total, torch.addcmul(dot.to(center.dtype), total, near - center)
+
+
+def _row_sums_uneven(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
+    about, step, sums = _spread_once(center, rows), _step_uneven(x), []
+    for i in range(0, x.shape[0], step):
+        part = slice(i, i + step)
+        g = dy[part].reshape(-1, rows.cuts[-1]).to(center.dtype)
+        product = (x[part].reshape(g.shape) - about(part)).mul_(g)
+        sums.append((_sum_uneven(g, rows), _sum_uneven(product, rows)))
+    return _joined(sums)
+
+
+def _row_sums_contiguous(dy: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:  # [N, R, s], [N, R]
+    x, dy = at_least_float32(x), at_least_float32(dy)
+    n, r, s = x.shape
+    if x.device.type != "cpu":
+        return dy.sum(2), (x - center.unsqueeze(-1)).mul_(dy).sum(2)
+    # The gradients of weight and bias, with a reciprocal deviation of one.
+    _, dot, total = torch.ops.aten.native_batch_norm_backward(
+        dy.reshape(1, n * r, s), x.reshape(1, n * r, s), None, None, None,
+        center.reshape(-1).contiguous(), x.new_ones(n * r), True, 0.0, [False, True, True],
+    )  # fmt: skip
+    return total.reshape(n, r), dot.reshape(n, r)
+
+
+def _row_sums_last(
+    dy: Tensor, x: Tensor, rows: Rows, center: Tensor
+) -> tuple[Tensor, Tensor]:  # [N, parts, s, C] and [N or 1, R] to [N, R]
+    if _one_by_one(x):
+        total, dot = _sums_one_by_one(at_least_float32(dy), at_least_float32(x), rows, center)
+    else:
+        about, sums = _to_last(center, rows), []
+        step = x.shape[0] if x.device.type != "cpu" else _step(x)
+        for i in range(0, x.shape[0], step):
+            part = slice(i, i + step)
+            g = at_least_float32(dy[part])
+            product = (at_least_float32(x[part]) - (about if about.shape[0] == 1 else about[part])).mul_(g)
+            sums.append((_column_sums(g), _column_sums(product)))
+        total, dot = _joined(sums)
+    return _from_last(total, rows), _from_last(dot, rows)
 
 
 def _sums_one_by_one(
-    view: Tensor, view_dy: Tensor, near: Tensor, center: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor]:
-    n, parts, _, c = view.shape
-    at = _to_last(near, rows).expand(n, parts, 1, c).reshape(n * parts, c).contiguous().unbind(0)
-    one = view.new_ones(c)
-    found = [
+    dy: Tensor, x: Tensor, rows: Rows, center: Tensor
+) -> tuple[Tensor, Tensor]:  # [N, parts, C]
+    n, parts, _, c = x.shape
+    centers = _to_last(center, rows).expand(n, parts, 1, c).reshape(n * parts, c).contiguous().unbind(0)
+    one = x.new_ones(c)
+    sums = [
         torch.ops.aten.native_batch_norm_backward(
             g, v, None, None, None, m, one, True, 0.0, [False, True, True]
         )[1:]
-        for g, v, m in zip(_images(view_dy), _images(view), at, strict=True)
+        for g, v, m in zip(_images(dy), _images(x), centers, strict=True)
     ]
-    dot, total = (_of_last(t.reshape(n, parts, c), rows) for t in _joined(found))
-    return _about(center, near, total, dot)
-
-
-def _about(center: Tensor, near: Tensor, total: Tensor, dot: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums about ``near`` as sums about ``center``, of which it is the rounded value."""
-    if near.dtype == center.dtype:
-        return total, dot
-    total = total.to(center.dtype)
-    return total, torch.addcmul(dot.to(center.dtype), total, near - center)
+    dot, total = (t.reshape(n, parts, c) for t in _joined(sums))
+    return total, dot
 
 
 def gradients(
@@ -387,8 +402,8 @@ def gradients(
     bias: Tensor | None,
     wanted: tuple[bool, bool],  # of weight and bias
 ) -> Gradients:
-    """Of ``y`` as :func:`apply` computes it."""
-    total, dot = sums(dy, x, rows, standard.center)
+    """Gradients at the coefficients and the affine map of :func:`apply`."""
+    total, dot = _row_sums(dy, x, rows, standard.center)
     return through_affine(total, dot, rows, prod(x.shape[2:]), standard, weight, bias, wanted)
 
 
@@ -406,7 +421,7 @@ def input_gradient(
     slope: Tensor | None,
     mean: Tensor,
 ) -> Tensor:
-    """``scale * dy + offset + slope * (x - mean)`` in the dtype and layout of ``x``; what is None is left out."""
+    """``scale * dy + offset + slope * (x - mean)`` in the dtype and layout of ``x``. Terms of None are left out."""
     if not x.numel():
         return torch.empty_like(x)
     if slope is None:
@@ -414,9 +429,9 @@ def input_gradient(
             raise ValueError("input_gradient needs a slope, or dy and a scale")
         offset = torch.zeros_like(scale) if offset is None else offset
         if rows.cuts:
-            return _like(_linear_of_cuts(dy.to(x.dtype), rows, scale, offset), x)
+            return _like(_linear_uneven(dy.to(x.dtype), rows, scale, offset), x)
         return _linear(dy.to(x.dtype), rows, scale, offset)
     constant = -slope * mean if offset is None else offset - slope * mean
     if rows.cuts:
-        return _linear_of_cuts(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy))
+        return _linear_uneven(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy))
     return _linear(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy))

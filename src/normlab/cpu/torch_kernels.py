@@ -1,9 +1,11 @@
-"""One pool by torch's own kernels, on the CPU, where they are faster than the passes.
+"""Normalizers of one pool by torch's own kernels, on the CPU, where those are faster than the passes.
 
-Group norm's kernel serves instance, layer and group norm on contiguous tensors (measured on two cores: 0.3 to 0.5 times
-``nn.BatchNorm2d``'s time, where the passes take 0.6 to 1.1), layer norm also channels last; batch norm's kernel serves
-batch norm channels last. They accumulate in float32 about zero: where a mean turns out to exceed its deviation 64
-times, the result is dropped and the passes, which then take more care, do the work.
+Torch's group norm kernel serves instance, layer and group norm on contiguous tensors, and layer norm on channels-last
+tensors. On two cores it takes 0.3 to 0.5 times as long as ``nn.BatchNorm2d``; the passes take 0.6 to 1.1 times as long.
+Torch's batch norm kernel serves batch norm on channels-last tensors.
+
+These kernels accumulate in float32 about zero. Where a mean turns out to be more than 64 standard deviations from zero,
+their result is dropped and the passes, which are more careful, do the work.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..engine.expression import differentiate_plain, wants_plain
-from ..engine.numerics import FAR
+from ..engine.numerics import FAR_IN_DEVIATIONS
 from ..statistics.plans import Pooled
 from .passes import is_channels_last, largest
 
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["normalize"]
 
 
-class _Found(NamedTuple):
-    """What a kernel returned, and how to call its backward."""
+class _Forward(NamedTuple):
+    """What a kernel returned, and what its backward is called with."""
 
     y: Tensor
     mean: Tensor
@@ -40,7 +42,7 @@ class _Found(NamedTuple):
 def normalize(
     x: Tensor, rule: Any, tensors: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, rows: Rows
 ) -> tuple[Tensor, list[Pooled | None]] | None:
-    """``y`` and what the rule saw; None where the passes shall do it."""
+    """``y`` and the statistics of the pool over the batch, if it is one. None where the passes must do the work."""
     plan: Plan | None = rule.one_pool() if hasattr(rule, "one_pool") else None
     if plan is None or not plan.simple or rows.parts != 1 or x.device.type != "cpu" or not x.numel():
         return None
@@ -48,18 +50,20 @@ def normalize(
         return None
     if weight is not None and (weight.dtype != x.dtype or bias is None or bias.dtype != x.dtype):
         return None
-    found = _forward(x, plan, weight, bias, rule.sources.eps)
-    if found is None:
+    forward = _forward(x, plan, weight, bias, rule.sources.eps)
+    if forward is None:
         return None
-    y = _Native.apply(x, weight, bias, rule, rows, found)
-    if found.groups is not None:
+    y = _Native.apply(x, weight, bias, rule, rows, forward)
+    if forward.groups is not None:
         return y, [None]
-    var = found.reciprocal.square().reciprocal_().sub_(rule.sources.eps).clamp_min_(0)
-    return y, [Pooled(found.mean.unsqueeze(0), var.unsqueeze(0), x.numel() // x.shape[1])]
+    var = forward.reciprocal.square().reciprocal_().sub_(rule.sources.eps).clamp_min_(0)
+    return y, [Pooled(forward.mean.unsqueeze(0), var.unsqueeze(0), x.numel() // x.shape[1])]
 
 
 @torch.no_grad()
-def _forward(x: Tensor, plan: Plan, weight: Tensor | None, bias: Tensor | None, eps: float) -> _Found | None:
+def _forward(
+    x: Tensor, plan: Plan, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> _Forward | None:
     n, c, s = x.shape[0], x.shape[1], prod(x.shape[2:])
     last = is_channels_last(x)
     if not last and not x.is_contiguous():
@@ -70,20 +74,20 @@ def _forward(x: Tensor, plan: Plan, weight: Tensor | None, bias: Tensor | None, 
             return None
         w, b = _flat(weight), _flat(bias)
         y, mean, reciprocal = torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)
-        found = _Found(y, mean, reciprocal, None, (n, c, s))
+        forward = _Forward(y, mean, reciprocal, None, (n, c, s))
     else:
-        if last and (plan.groups != 1 or x.dim() == 3):  # of [N, C, L] torch has no such layout
+        if last and (plan.groups != 1 or x.dim() == 3):  # torch has no channels-last [N, C, L]
             return None
         view, groups, flat = (n, c, s), plan.groups, x
-        if not shared:  # a weight for each channel of each sample: as many channels of one sample
+        if not shared:  # each sample has its own weights: view samples as channels of one sample
             if plan.groups != c or last:
                 return None
             view, groups, flat = (1, n * c, s), n * c, x.view(1, n * c, s)
         y, mean, reciprocal = torch.native_group_norm(flat, _flat(weight), _flat(bias), *view, groups, eps)
-        found = _Found(y.view(x.shape).data, mean, reciprocal, groups, view)
-    if largest(mean * reciprocal) > FAR or found.y.stride() != x.stride():
+        forward = _Forward(y.view(x.shape).data, mean, reciprocal, groups, view)
+    if largest(mean * reciprocal) > FAR_IN_DEVIATIONS or forward.y.stride() != x.stride():
         return None
-    return found
+    return forward
 
 
 def _flat(t: Tensor | None) -> Tensor | None:
@@ -93,24 +97,25 @@ def _flat(t: Tensor | None) -> Tensor | None:
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Any, rows: Rows, found: _Found
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rule: Any,
+        rows: Rows,
+        forward: _Forward,
     ) -> Tensor:
-        ctx.rule, ctx.rows, ctx.groups, ctx.view = rule, rows, found.groups, found.view
-        ctx.save_for_backward(x, weight, bias, found.mean, found.reciprocal)
-        return found.y
+        ctx.rule, ctx.rows, ctx.groups, ctx.view = rule, rows, forward.groups, forward.view
+        ctx.save_for_backward(x, weight, bias, forward.mean, forward.reciprocal)
+        return forward.y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         x, weight, bias, mean, reciprocal = ctx.saved_tensors
-
         if wants_plain(dy):
             needs = ctx.needs_input_grad[:3]
-            return (
-                *differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, ()),
-                None,
-                None,
-                None,
-            )
+            gradients = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, ())
+            return *gradients, None, None, None
         needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
         if ctx.groups is None:

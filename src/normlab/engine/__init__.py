@@ -1,1 +1,1 @@
-"""The contract between moments, rules and coefficients, and ``normalize``. Knows no statistics and no device."""
+"""The contract between moments, rules and coefficients, and ``normalize``. It knows no statistics and no device."""

@@ -1,44 +1,47 @@
-"""Which back end runs the passes, chosen and loaded here and nowhere else.
+"""Which back end runs the passes, and which host path launches the kernels. Both are chosen here and nowhere else.
 
-Triton kernels on CUDA tensors when Triton is there, torch operators otherwise. ``NORMLAB_BACKEND=torch`` or ``triton``
-and :func:`backend` force either. ``triton`` on the CPU needs Triton's interpreter (``TRITON_INTERPRET=1``), which is
-how tests reach the kernels without a GPU.
+On CUDA tensors the Triton kernels run, if Triton is installed; otherwise torch operators run.
+``NORMLAB_BACKEND=torch`` or ``triton`` and :func:`backend` force either. On the CPU, ``triton`` needs Triton's
+interpreter (``TRITON_INTERPRET=1``); tests run the kernels that way without a GPU.
 
-Small inputs take one launch a direction, whose programs wait for each other: least work for the host. In a CUDA graph
-the host has none, and a launch for each pass is quicker; ``NORMLAB_LAUNCHES`` and ``backend(launches=...)`` choose,
-``one`` or ``several``. Processes that share a GPU through CUDA's MPS need ``several``: programs that wait must all be
-running.
+By default a small input takes one launch a direction. The programs of that launch wait for each other, and the host has
+the least to do. In a CUDA graph the host has nothing to do, and one launch for each pass is faster.
+``NORMLAB_LAUNCHES=one`` or ``several`` and ``backend(launches=...)`` choose. Processes that share a GPU through CUDA's
+MPS need ``several``: programs that wait for each other must all be running, and MPS does not promise that.
 
-Also which host launches the kernels: Python, or a C++ extension that is built on first use (:mod:`normlab.gpu.host`).
-``NORMLAB_HOST=python`` or ``compiled`` and ``backend(..., host=...)`` force either.
+The host path that launches the kernels is Python, or a C++ extension that is built on first use
+(:mod:`normlab.gpu.host`). ``NORMLAB_HOST=python`` or ``compiled`` and ``backend(host=...)`` force either.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .contract import Passes
 from .messages import nearest
 
 __all__ = [
     "backend",
+    "choice_is_lost",
+    "choice_scope",
     "chosen",
     "chosen_host",
+    "kernels",
     "kernels_serve",
     "must_trace",
     "one_launch",
-    "out_of_sight",
-    "rerun_in",
+    "passes_for",
     "triton_is_forced",
 ]
 
@@ -48,57 +51,77 @@ _HOSTS = ("auto", "python", "compiled")
 _LAUNCHES = ("one", "several")
 
 
-class _Scope(NamedTuple):
-    """What was chosen; None is left to the environment."""
+# --- what was asked for -------------------------------------------------------------------------------------------
+
+
+class _Choice(NamedTuple):
+    """What the scopes around a call ask for. None: the environment variable decides."""
 
     name: str | None = None
     host: str | None = None
     launches: str | None = None
 
 
-_chosen: ContextVar[_Scope] = ContextVar("normlab_backend", default=_Scope())  # noqa: B039  # it is immutable
+_choice: ContextVar[_Choice] = ContextVar("normlab_backend", default=_Choice())  # noqa: B039  # it is immutable
+chosen = _choice.get  # layers cache calls by it, so that calls in different scopes stay apart
 
 
 @contextmanager
 def backend(
     name: str | None = None, *, host: str | None = None, launches: str | None = None
 ) -> Iterator[None]:
-    """Within it, run on ``"torch"`` operators or ``"triton"`` kernels, or choose by device (``"auto"``).
+    """Choose what computes within a ``with`` block.
 
-    ``host`` says what launches the kernels: ``"python"``, ``"compiled"`` (built now if need be; an error where it
-    cannot be), or ``"auto"``: compiled on CUDA as soon as it is built. ``launches`` says whether small inputs take
-    ``"one"`` launch a direction or ``"several"``, which is quicker in a captured graph and needed under CUDA's MPS.
-    What is left out stays as it is outside.
+    Arguments left out keep the outer scope's value.
+
+    Args:
+        name: ``"torch"`` operators, ``"triton"`` kernels, or ``"auto"``: by the device of the input.
+        host: what launches the kernels. ``"python"``; ``"compiled"``, which builds the extension if there is none yet
+            and raises where that fails; or ``"auto"``: compiled on CUDA as soon as the extension is built.
+        launches: whether a small input takes ``"one"`` launch a direction or ``"several"``. Several are faster in a
+            captured graph, and needed under CUDA's MPS.
     """
-    outer = _chosen.get()
-    inner = _Scope(
+    outer = _choice.get()
+    inner = _Choice(
         outer.name if name is None else _known(name),
         outer.host if host is None else _known_host(host),
         outer.launches if launches is None else _known_launches(launches),
     )
-    token = _chosen.set(inner)
-    try:
+    with choice_scope(inner):
         yield
-    finally:
-        _chosen.reset(token)
-
-
-def out_of_sight(scope: _Scope | None) -> bool:
-    """Whether something was chosen where ``scope`` was noted, and nothing is here.
-
-    So it is for a forward pass that checkpointing runs again: on CUDA it does so in a thread of autograd's.
-    """
-    return scope is not None and scope != _Scope() and _chosen.get() == _Scope()
 
 
 @contextmanager
-def rerun_in(scope: _Scope) -> Iterator[None]:
-    """Within it, what was chosen where ``scope`` was noted."""
-    token = _chosen.set(scope)
+def choice_scope(choice: _Choice) -> Iterator[None]:
+    """Within it, ``choice`` holds."""
+    token = _choice.set(choice)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _choice.reset(token)
+
+
+def choice_is_lost(choice: _Choice | None) -> bool:
+    """Whether forward ran under ``choice``, and its rerun runs where nothing is chosen.
+
+    On CUDA, checkpointing reruns forward in an autograd thread, where the scope is not set.
+    """
+    return choice is not None and choice != _Choice() and _choice.get() == _Choice()
+
+
+def triton_is_forced() -> bool:
+    """Whether the kernels were asked for by name."""
+    return (_choice.get().name or _name_from_environment()) == "triton"
+
+
+def chosen_host() -> str:
+    """Which host path is asked for."""
+    return _choice.get().host or _host_from_environment()
+
+
+def one_launch() -> bool:
+    """Whether small inputs take one launch a direction."""
+    return (_choice.get().launches or _launches_from_environment()) == "one"
 
 
 def _known(name: str) -> str:
@@ -117,21 +140,6 @@ def _known_host(name: str) -> str:
     return name
 
 
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-@lru_cache(maxsize=1)
-def _from_environment() -> str:
-    return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
-
-
-def one_launch() -> bool:
-    """Whether small inputs take one launch a direction."""
-    return (_chosen.get().launches or _launches_from_environment()) == "one"
-
-
 def _known_launches(number: str) -> str:
     if number not in _LAUNCHES:
         raise ValueError(f"launches are 'one' or 'several' a direction; got {number!r}")
@@ -139,8 +147,13 @@ def _known_launches(number: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _launches_from_environment() -> str:
-    return _known_launches(os.environ.get("NORMLAB_LAUNCHES", "one"))
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=1)
+def _name_from_environment() -> str:
+    return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
 
 
 @lru_cache(maxsize=1)
@@ -148,31 +161,26 @@ def _host_from_environment() -> str:
     return _known_host(os.environ.get("NORMLAB_HOST", "auto"))
 
 
-chosen = _chosen.get  # what a scope has chosen, to tell calls in different scopes apart
+@lru_cache(maxsize=1)
+def _launches_from_environment() -> str:
+    return _known_launches(os.environ.get("NORMLAB_LAUNCHES", "one"))
 
 
-def triton_is_forced() -> bool:
-    """Whether the kernels were asked for by name."""
-    return (_chosen.get().name or _from_environment()) == "triton"
-
-
-def chosen_host() -> str:
-    """Which host path is asked for."""
-    return _chosen.get().host or _host_from_environment()
+# --- what serves a tensor -----------------------------------------------------------------------------------------
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """Whether the Triton kernels take ``x``; compilers trace the plain expression instead."""
+    """Whether the Triton kernels take ``x``. Compilers trace the plain expression instead."""
     if torch.compiler.is_compiling():
         return False
-    name = _chosen.get().name or _from_environment()
+    name = _choice.get().name or _name_from_environment()
     if name == "torch" or x.dtype == torch.float64 or not x.numel():
         return False
     return (name == "triton" and not x.is_meta) or (x.is_cuda and _has_triton())
 
 
 def must_trace(x: Tensor) -> bool:
-    """Whether the plain expression has to serve: a compiler, a transform or forward-mode differentiation looks on."""
+    """Whether forward must run the plain expression: for a compiler, a transform or forward-mode differentiation."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -180,44 +188,6 @@ def must_trace(x: Tensor) -> bool:
         or type(x) not in (Tensor, torch.nn.Parameter)  # fake tensors have no values to look at
         or 0 in x.shape[1:]  # an empty batch is not traced: synchronized ranks must run the same code
     )
-
-
-class Passes(Protocol):
-    """What a back end offers the engine. Shapes are those of :mod:`normlab.cpu.passes`."""
-
-    def normalize(
-        self,
-        x: Tensor,
-        rule: Any,
-        tensors: Sequence[Tensor],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: Any,
-    ) -> tuple[Tensor, Any] | None:
-        """The whole of a normalizer, where the back end has something better than the passes one by one."""
-        ...
-
-    def moments(self, x: Tensor, rows: Any) -> Tensor: ...
-
-    def pool(self, plan: Any, stats: Tensor, size: int | Tensor) -> Any: ...
-
-    def apply(
-        self, x: Tensor, rows: Any, standard: Any, weight: Tensor | None, bias: Tensor | None, *, far: bool
-    ) -> Tensor: ...
-
-    def gradients(
-        self, dy: Tensor, x: Tensor, rows: Any, standard: Any, weight: Tensor | None, bias: Tensor | None,
-        wanted: tuple[bool, bool],
-    ) -> Any: ...  # fmt: skip
-
-    def back_through_pools(
-        self, plans: Any, gradients: Any, pooled: Any, stats: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]: ...
-
-    def input_gradient(
-        self, dy: Tensor | None, x: Tensor, rows: Any, scale: Tensor | None, offset: Tensor | None,
-        slope: Tensor | None, mean: Tensor,
-    ) -> Tensor: ...  # fmt: skip
 
 
 def passes_for(x: Tensor) -> Passes:

@@ -1,23 +1,24 @@
-"""The contract every feature normalizer of this library is written against.
+"""What every feature normalizer of this library is written against: moments, rules, coefficients, passes.
 
-Let ``x`` be ``[N, C, *S]``. A normalizer computes ``y = (x - center) * scale + shift`` with coefficients that are
-constant over the spatial axes, and it computes them from nothing but the mean and the variance of each slice.
-So ``x`` is read twice (moments, apply) and a *rule* is a small function from :class:`Moments` to
-:class:`Coefficients` that never sees ``x``. Backward is again two passes: row sums of ``dy`` and of
+Let ``x`` be ``[N, C, *S]``. A normalizer computes ``y = (x - center) * scale + shift``. The coefficients are constant
+over the spatial axes, and they depend on ``x`` only through the mean and the variance of each slice. So ``x`` is read
+twice, for the moments and to apply the coefficients. In between, a *rule* takes :class:`Moments` to
+:class:`Coefficients` and never sees ``x``. Backward is two passes too: row sums of ``dy`` and of
 ``dy * (x - center)``; then ``dx = scale * dy + offset + slope * (x - mean)``.
 
-A slice is a *row*. Usually rows are the channels of each sample; batch group norm cuts finer (:class:`Rows`).
+A slice is a *row*. Usually the rows are the channels of each sample; batch group norm has shorter ones
+(:class:`~normlab.engine.rows.Rows`).
 
-Numerical decisions, all of them:
+All numerical decisions:
 
 * ``y`` has the dtype of ``x``. The passes over ``x`` accumulate in float32 or wider. Where a row's mean exceeds 64
-  times its standard deviation, its moments are taken again about the first mean and what happens on ``[N, R]`` is
-  float64, so that a mean of 1e4 beside a standard deviation of 1 keeps its digits.
+  times its standard deviation, its moments are measured again about the first mean, and the arithmetic on ``[N, R]``
+  is float64. A mean of 1e4 beside a standard deviation of 1 then keeps its digits.
 * A pooled variance is the mean of the variances plus the variance of the means, never ``E[x^2] - E[x]^2``.
 * The biased variance normalizes; running statistics track the unbiased one, as in ``torch.nn``.
-* Under ``torch.compile``, ``torch.export``, ``torch.func`` and forward-mode differentiation the plain expression is
-  traced instead (float32 statistics), and the compiler fuses it. Double backward differentiates the plain expression,
-  and so do several gradients at once (``is_grads_batched``).
+* Under ``torch.compile``, ``torch.export``, ``torch.func`` and forward-mode differentiation, the plain expression of
+  the normalizer is traced instead (float32 statistics), and the compiler fuses it. Double backward differentiates the
+  plain expression, and so do several gradients at once (``is_grads_batched``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Coefficients", "Moments", "Rule", "StyleMoments"]
+__all__ = [
+    "ClosedRule",
+    "Coefficients",
+    "Moments",
+    "Passes",
+    "PooledRule",
+    "Rule",
+    "StyleMoments",
+    "Update",
+]
 
 
 class Moments(NamedTuple):
@@ -40,7 +50,7 @@ class Moments(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """``y = (x - center) * scale + shift``; each broadcasts against ``[N, R]``; no shift means zero."""
+    """``y = (x - center) * scale + shift``. Each broadcasts against ``[N, R]``; without a shift, it is zero."""
 
     center: Tensor
     scale: Tensor
@@ -59,20 +69,20 @@ class StyleMoments(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Running statistics of the one pool over the batch, ``[R]``, their counter, and the share of the new batch."""
+    """What a kernel needs to move running statistics itself: those of the layer's one pool over the batch."""
 
-    mean: Tensor
-    var: Tensor
-    batches: Tensor
-    momentum: float
+    mean: Tensor  # [R]
+    var: Tensor  # [R]
+    batches: Tensor  # how many batches were tracked
+    momentum: float  # the share of the new batch
 
 
-# From moments and a few tensors to coefficients; a second value is whatever the caller wants back.
+# From moments and a few tensors to coefficients. A rule may return a second value, which its caller gets back.
 Rule: TypeAlias = Callable[..., "Coefficients | tuple[Coefficients, Any]"]
 
 
 class ClosedRule(Protocol):
-    """A rule that also computes itself and its gradient without a graph, on stacked ``[2, N, R]`` moments."""
+    """A rule that computes its own gradient, so that autograd records nothing. Moments are stacked, ``[2, N, R]``."""
 
     reads_moments: bool  # False where all statistics are running ones: then no pass is spent on moments
 
@@ -97,19 +107,19 @@ class ClosedRule(Protocol):
 
 
 class PooledRule(Protocol):
-    """A rule that combines the statistics of pools: autograd differentiates what it does with them, no more.
+    """A rule that combines the statistics of pools.
 
-    The pools, and the way of a gradient back through them, are computed without a graph.
+    Autograd records only that combination. The pools, and the gradient back through them, are computed without a graph.
     """
 
     @property
     def plans(self) -> Sequence[Any]:
-        """Of the pools whose statistics it takes, each a :class:`normlab.pools.Plan`."""
+        """A :class:`normlab.statistics.plans.Plan` for each pool whose batch statistics the rule takes."""
         ...
 
     @property
     def reads_moments(self) -> bool:
-        """Whether there are any."""
+        """Whether there is such a pool."""
         ...
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
@@ -117,10 +127,51 @@ class PooledRule(Protocol):
     def combine(
         self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
     ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
-        """Coefficients from mean and variance of each of the pools; and a mean and variance for running statistics to
-        move to instead of the first pool's, where the rule has some."""
+        """Coefficients from ``values``, the mean and the variance of each pool in turn.
+
+        The second value is None, or the mean and variance that the running statistics track in place of the first
+        pool's.
+        """
         ...
 
     def seen(self, pooled: Sequence[Any], instead: tuple[Tensor, Tensor] | None) -> Any:
-        """What the caller wants back: from the statistics of the pools, and from what was to be taken instead."""
+        """What the caller gets back: the statistics of the pools; ``instead``, if given, replaces the first pool's."""
         ...
+
+
+class Passes(Protocol):
+    """What a back end offers the engine. Shapes are those of :mod:`normlab.cpu.passes`."""
+
+    def normalize(
+        self,
+        x: Tensor,
+        rule: Any,
+        tensors: Sequence[Tensor],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: Any,
+    ) -> tuple[Tensor, Any] | None:
+        """The whole normalizer, where the back end has something faster than the passes one by one; otherwise None."""
+        ...
+
+    def moments(self, x: Tensor, rows: Any) -> Tensor: ...
+
+    def pool(self, plan: Any, stats: Tensor, size: int | Tensor) -> Any: ...
+
+    def apply(
+        self, x: Tensor, rows: Any, standard: Any, weight: Tensor | None, bias: Tensor | None, *, far: bool
+    ) -> Tensor: ...
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, rows: Any, standard: Any, weight: Tensor | None, bias: Tensor | None,
+        wanted: tuple[bool, bool],
+    ) -> Any: ...  # fmt: skip
+
+    def back_through_pools(
+        self, plans: Any, gradients: Any, pooled: Any, stats: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]: ...
+
+    def input_gradient(
+        self, dy: Tensor | None, x: Tensor, rows: Any, scale: Tensor | None, offset: Tensor | None,
+        slope: Tensor | None, mean: Tensor,
+    ) -> Tensor: ...  # fmt: skip

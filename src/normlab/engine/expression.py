@@ -15,21 +15,34 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 
 from .coefficients import compose, unpack
 from .contract import Coefficients, Moments, Rule
-from .numerics import at_least_single
+from .numerics import at_least_float32
 from .rows import Rows, add_up, run_of, take
 
-__all__ = ["row_sums", "rows_view", "spread_to_elements"]
+__all__ = [
+    "differentiate",
+    "differentiate_plain",
+    "plain",
+    "plain_apply",
+    "plain_moments",
+    "row_sums",
+    "rows_view",
+    "spread_to_elements",
+    "wants_plain",
+]
 
 
 def wants_plain(dy: Tensor) -> bool:
-    """Whether a backward pass is recorded (``create_graph``), or ``dy`` is several at once (``is_grads_batched``)."""
+    """Whether backward must differentiate the plain expression.
+
+    It must where backward is recorded (``create_graph``), or ``dy`` holds several gradients (``is_grads_batched``).
+    """
     return torch.is_grad_enabled() or is_legacy_batchedtensor(dy) or is_functorch_wrapped_tensor(dy)
 
 
 def plain(
     x: Tensor, rule: Rule, rows: Rows, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Any]:
-    """The normalizer as one differentiable expression: what compilers trace and double backward differentiates."""
+    """The normalizer as one differentiable expression."""
     spatial = prod(x.shape[2:])
     moments = Moments(*plain_moments(x, rows), rows.size(spatial, x.device))
     standard, seen = unpack(rule(moments, *(t.to(moments.mean.dtype) for t in tensors)))
@@ -47,7 +60,7 @@ def differentiate_plain(
     bias: Tensor | None,
     tensors: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the plain expression: differentiated again, or taken for several ``dy`` at once."""
+    """Gradients of the plain expression, which can be differentiated again and taken for several ``dy`` at once."""
 
     def expression(x: Tensor, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor) -> Tensor:
         return plain(x, rule, rows, weight, bias, *tensors)[0]
@@ -58,15 +71,15 @@ def differentiate_plain(
 def differentiate(
     expression: Callable[..., Tensor], given: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``expression(*given)``, of what ``needs`` one; recorded where the backward pass is."""
+    """Gradients of ``expression(*given)`` at the inputs that need one; recorded where backward is recorded."""
     record = torch.is_grad_enabled()
     with torch.enable_grad():
-        # A view of each input: the gradient asked for is that of this call, also where one tensor serves twice.
+        # A view of each input, because one tensor may be given twice, and each place has its own gradient.
         views = [None if t is None else t.view_as(t) for t in given]
         y = expression(*views)
     wanted = [v for v, n in zip(views, needs, strict=True) if n and v is not None]
-    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=record, allow_unused=True))
-    return tuple(next(found) if n and v is not None else None for v, n in zip(views, needs, strict=True))
+    gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=record, allow_unused=True))
+    return tuple(next(gradients) if n and v is not None else None for v, n in zip(views, needs, strict=True))
 
 
 def rows_view(x: Tensor, rows: Rows) -> Tensor:  # [N, R, s]
@@ -81,12 +94,9 @@ def spread_to_elements(t: Tensor, rows: Rows) -> Tensor:  # [n, R] or [n, 1] to 
     return t if t.shape[-1] == 1 else take(t, run_of(rows.lengths, t.device), -1)
 
 
-# --- the plain expressions ----------------------------------------------------------------------------------------
-
-
 def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every row, ``[N, R]`` each, in float32 or float64."""
-    wide = at_least_single(x)
+    wide = at_least_float32(x)
     if rows.cuts:
         flat = wide.reshape(x.shape[0], rows.cuts[-1])
         size = rows.size(prod(x.shape[2:]), x.device)
@@ -105,13 +115,13 @@ def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 def plain_apply(x: Tensor, rows: Rows, coefficients: Coefficients) -> Tensor:
     center, scale, shift = coefficients
     if rows.cuts:
-        wide = at_least_single(x).reshape(x.shape[0], rows.cuts[-1])
+        wide = at_least_float32(x).reshape(x.shape[0], rows.cuts[-1])
         expand = lambda t: spread_to_elements(t, rows)  # noqa: E731
-    elif rows.parts == 1:  # on x's own shape, so that compilers keep its layout
-        wide = at_least_single(x)
+    elif rows.parts == 1:  # in the shape of x, so that compilers keep its layout
+        wide = at_least_float32(x)
         expand = lambda t: t.reshape(t.shape + (1,) * (x.dim() - 2))  # noqa: E731
     else:
-        wide = rows_view(at_least_single(x), rows)
+        wide = rows_view(at_least_float32(x), rows)
         expand = lambda t: t.unsqueeze(-1)  # noqa: E731
     y = (wide - expand(center).to(wide.dtype)) * expand(scale).to(wide.dtype)
     if shift is not None:

@@ -1,4 +1,4 @@
-"""Sentences for users: the nearest known name, lists in words, what was given in place of a model or a number."""
+"""Parts of error sentences, and the checks of a model and of a number that many functions share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["check_model", "check_number", "nearest", "words"]
 
 
 def check_model(model: object, function: str) -> None:
-    """Raise where ``model`` is no module; a class or a function in its place was not called."""
+    """Raise where ``model`` is not a module. A class or a function was probably meant to be called first."""
     if not isinstance(model, nn.Module):
-        made = callable(model) and hasattr(model, "__name__")
-        got = f"{model.__name__} itself: call it first" if made else type(model).__name__  # type: ignore[attr-defined]
+        makes_one = callable(model) and hasattr(model, "__name__")
+        got = f"{model.__name__} itself: call it first" if makes_one else type(model).__name__  # type: ignore[attr-defined]
         raise TypeError(f"{function}() takes a model, a torch.nn.Module; got {got}")
 
 
@@ -37,5 +37,5 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 def words(items: Iterable[object]) -> str:
     """``a, b and c``."""
-    found = [str(i) for i in items]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}" if found else "none"
+    texts = [str(i) for i in items]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}" if texts else "none"

@@ -1,18 +1,18 @@
-"""``normalize``: two passes over ``x`` forward, two backward, and the rule in between."""
+"""``normalize``: two passes over ``x`` forward, two backward, and the rule between them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .backends import Passes, must_trace, passes_for
+from .backends import must_trace, passes_for
 from .coefficients import Gradients, check_coefficients, unpack
-from .contract import ClosedRule, Moments, PooledRule, Rule
+from .contract import ClosedRule, Coefficients, Moments, Passes, Rule
 from .expression import differentiate_plain, plain, plain_moments, wants_plain
 from .rows import Rows
 
@@ -28,14 +28,14 @@ def normalize(
     bias: Tensor | None = None,  # likewise
     rows: Rows | None = None,
 ) -> tuple[Tensor, Any]:
-    """Normalize ``x`` by ``rule`` and apply the affine map; return ``y`` and what the rule saw.
+    """Normalize ``x`` by ``rule`` and apply the affine map. Returns ``y`` and the rule's second value, if it has one.
 
-    ``tensors`` are handed to the rule and receive gradients. The affine map is applied to the rule's coefficients, so
-    ``y = weight * standardized + bias`` with ``weight`` and ``bias`` shared by the batch or given for each sample.
+    The rule is called with the moments and ``tensors``, which receive gradients. With the affine map,
+    ``y = weight * standardized + bias``; the samples share ``weight`` and ``bias``, or each has its own.
 
     >>> import torch
     >>> from normlab import Coefficients
-    >>> def root_mean_square(m):                 # a rule: no centring, one scale a sample
+    >>> def root_mean_square(m):                 # a rule: no centring, one scale for each sample
     ...     power = (m.var + m.mean.square()).mean(1, keepdim=True)
     ...     return Coefficients(torch.zeros_like(m.mean), torch.rsqrt(power + 1e-5))
     >>> y, _ = normalize(3 * torch.randn(2, 8, 4, 4), root_mean_square)
@@ -46,29 +46,31 @@ def normalize(
         got = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"normalize() takes a floating-point tensor [N, C, *S]; got {got}")
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        with torch.autocast(x.device.type, enabled=False):  # what is cast, and where, is decided here
+        with torch.autocast(x.device.type, enabled=False):  # the passes choose their dtypes themselves
             return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
     rows = Rows(x.shape[1]) if rows is None else rows
     if must_trace(x):
         return plain(x, rule, rows, weight, bias, *tensors)
     if rows.cuts and (layout := _channels_last(x)) is not None:
-        # Rows that are cut anywhere are read in a row: copied once here, and not by each pass.
-        given = _Contiguous.apply(x, layout)
-        y, seen = normalize(given, rule, tensors, weight=weight, bias=bias, rows=rows)
+        # The passes read uneven rows from contiguous memory. One copy here saves a copy in each pass.
+        dense = _Contiguous.apply(x, layout)
+        y, seen = normalize(dense, rule, tensors, weight=weight, bias=bias, rows=rows)
         return y.contiguous(memory_format=layout), seen
-    if (done := passes_for(x).normalize(x, rule, tensors, weight, bias, rows)) is not None:
-        return done
-    returned: list[Any] = []
-    given = (x, rule, rows, returned, weight, bias, *tensors)
+    if (result := passes_for(x).normalize(x, rule, tensors, weight, bias, rows)) is not None:
+        return result
+    returned: list[
+        Any
+    ] = []  # autograd functions return tensors only: the rule's second value leaves through this list
+    arguments = (x, rule, rows, returned, weight, bias, *tensors)
     if torch.is_grad_enabled():
-        y = _Normalize.apply(*given)
-    else:  # a function of autograd's would not say that nothing needs a gradient
-        y = _Normalize.forward(SimpleNamespace(needs_input_grad=(False,) * len(given)), *given)
+        y = _Normalize.apply(*arguments)
+    else:  # within apply, needs_input_grad says what requires gradients, also where none are recorded
+        y = _Normalize.forward(SimpleNamespace(needs_input_grad=(False,) * len(arguments)), *arguments)
     return y, returned[0]
 
 
 def _channels_last(x: Tensor) -> torch.memory_format | None:
-    """Its layout, where that is one of these and not also the contiguous one."""
+    """The layout of ``x``, if that is channels last and not also contiguous."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if layout is None or x.is_contiguous() or not x.is_contiguous(memory_format=layout):
         return None
@@ -81,7 +83,7 @@ def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
     size = prod(x.shape[2:])
     if must_trace(x):
         return Moments(*plain_moments(x, rows), size)
-    if not (x.requires_grad and torch.is_grad_enabled()):  # spare the host a node
+    if not (x.requires_grad and torch.is_grad_enabled()):  # an autograd function would cost the host time
         mean, var = passes_for(x).moments(x, rows)
         return Moments(mean, var, size)
     mean, var = _SliceMoments.apply(x, rows)
@@ -89,10 +91,10 @@ def slice_moments(x: Tensor) -> Moments:  # [N, C, *S]
 
 
 class _Normalize(torch.autograd.Function):
-    """Two passes forward, two backward; the rule's own gradient on ``[N, R]`` in between.
+    """Two passes forward, two backward, and the rule's own gradient between them.
 
-    Saved for backward: ``x`` and values of the size of the moments. A rule without a closed gradient is recorded in
-    forward and differentiated by autograd: on ``[N, R]``, or, where it combines pools, on their statistics.
+    For backward it saves ``x`` and values of the size of the moments. A rule without a closed gradient is recorded in
+    forward and differentiated by autograd: on the statistics of its pools if it combines pools, or else on ``[N, R]``.
     """
 
     @staticmethod
@@ -107,49 +109,29 @@ class _Normalize(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         passes = passes_for(x)
-        spatial = prod(x.shape[2:])
-        size = rows.size(spatial, x.device)
+        size = rows.size(prod(x.shape[2:]), x.device)
         closed = cast("ClosedRule | None", rule if hasattr(rule, "gradient") else None)
-        pooled = cast("PooledRule | None", rule if hasattr(rule, "combine") else None)
-        leaves: tuple[Tensor, ...] = ()
-        pools: list[Any] = []
         if getattr(rule, "reads_moments", True):
             stats = passes.moments(x, rows)
         else:
             stats = x.new_zeros((2, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
         if closed is not None:
             standard, seen = closed.compute(stats, size, tensors)
+            recording = None
         else:
-            values: Sequence[Tensor] = (stats[0], stats[1])
-            if pooled is not None:
-                pools = [passes.pool(plan, stats, size) for plan in pooled.plans]
-                values = [t for p in pools for t in p[:2]]
-            number, needs = len(values), ctx.needs_input_grad
-            given: Sequence[Tensor] = (*values, *tensors)
-            if any(needs):
-                wanted = (*[needs[0]] * number, *needs[6:])
-                given = leaves = tuple(
-                    v.detach().requires_grad_(n) for v, n in zip(given, wanted, strict=True)
-                )
-            with torch.set_grad_enabled(any(needs)):
-                others = (t.to(stats.dtype) for t in given[number:])
-                if pooled is None:
-                    standard, seen = unpack(rule(Moments(given[0], given[1], size), *others))
-                else:
-                    standard, instead = unpack(pooled.combine(given[:number], others, stats.dtype))
-                    seen = pooled.seen(pools, instead)
+            standard, seen, recording = _record_rule(rule, passes, stats, size, tensors, ctx.needs_input_grad)
         returned.append(seen)
         detached = standard.detached()
         check_coefficients(x, rows, detached, weight, bias)
-        # Statistics of x itself say by their dtype whether its means dwarf its deviations; running ones do not.
+        # Moments of x are float64 where a mean is far from zero. Running statistics do not show it in their dtype.
         far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
         y = passes.apply(x, rows, detached, weight, bias, far=far)
         if any(ctx.needs_input_grad):
-            ctx.rule, ctx.rows, ctx.size, ctx.closed = rule, rows, size, closed is not None
-            ctx.standard, ctx.leaves = standard, leaves
-            ctx.seen = seen if closed is not None else None if pooled is None else pools
+            ctx.rule, ctx.rows, ctx.size = rule, rows, size
+            ctx.standard, ctx.recording = standard, recording
+            ctx.seen = seen if recording is None else None
             ctx.save_for_backward(x, stats, weight, bias, *tensors)
-        return y.data  # not a view, which autograd would not let nn.ReLU(inplace=True) write to
+        return y.data  # not a view: autograd would not let nn.ReLU(inplace=True) write to one
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
@@ -161,46 +143,82 @@ class _Normalize(torch.autograd.Function):
         rows, needs = ctx.rows, ctx.needs_input_grad
         dy = dy.contiguous() if rows.cuts else dy
         passes, standard = passes_for(x), ctx.standard.detached()
-        found = passes.gradients(dy, x, rows, standard, weight, bias, (needs[4], needs[5]))
-        if ctx.closed:
+        gradients = passes.gradients(dy, x, rows, standard, weight, bias, (needs[4], needs[5]))
+        if ctx.recording is None:
             offset, slope, d_tensors = ctx.rule.gradient(
-                stats, ctx.size, ctx.seen, tensors, standard.scale, found.center, found.scale
+                stats, ctx.size, ctx.seen, tensors, standard.scale, gradients.center, gradients.scale
             )
         else:
-            offset, slope, d_tensors = _differentiate_rule(ctx, stats, passes, found)
+            offset, slope, d_tensors = _differentiate_rule(ctx, stats, passes, gradients)
         dx = None
         if needs[0]:
-            dx = passes.input_gradient(dy, x, rows, found.applied, offset, slope, stats[0])
+            dx = passes.input_gradient(dy, x, rows, gradients.applied, offset, slope, stats[0])
         d_tensors = tuple(
             None if g is None else g.to(t.dtype) for g, t in zip(d_tensors, tensors, strict=True)
         )
-        return (dx, None, None, None, found.weight, found.bias, *d_tensors)
+        return (dx, None, None, None, gradients.weight, gradients.bias, *d_tensors)
+
+
+class _Recording(NamedTuple):
+    """What backward needs of a rule that autograd recorded."""
+
+    values: tuple[Tensor, ...]  # leaves of the graph: mean and variance of the rows, or of each pool in turn
+    tensors: tuple[Tensor, ...]  # leaves of the graph: the tensors of the rule
+    pools: list[Any] | None  # statistics of the pools; None where the rule takes the moments of the rows
+
+
+def _record_rule(
+    rule: Any,
+    passes: Passes,
+    stats: Tensor,
+    size: int | Tensor,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],  # of everything that the autograd function was given
+) -> tuple[Coefficients, Any, _Recording]:
+    """Coefficients, the rule's second value, and the recording for backward."""
+    if hasattr(rule, "combine"):
+        pools = [passes.pool(plan, stats, size) for plan in rule.plans]
+        values = tuple(t for p in pools for t in p[:2])
+    else:
+        pools, values = None, (stats[0], stats[1])
+    tensors = tuple(tensors)
+    if record := any(needs):
+        values = tuple(v.detach().requires_grad_(needs[0]) for v in values)
+        tensors = tuple(t.detach().requires_grad_(n) for t, n in zip(tensors, needs[6:], strict=True))
+    with torch.set_grad_enabled(record):
+        wide = (t.to(stats.dtype) for t in tensors)
+        if pools is None:
+            standard, seen = unpack(rule(Moments(values[0], values[1], size), *wide))
+        else:
+            standard, instead = unpack(rule.combine(values, wide, stats.dtype))
+            seen = rule.seen(pools, instead)
+    return standard, seen, _Recording(values, tensors, pools)
 
 
 def _differentiate_rule(
     ctx: Any, stats: Tensor, passes: Passes, at: Gradients
 ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
-    """Gradient of a recorded rule; the graph is kept, so that backward can run again under ``retain_graph``."""
-    outputs, gradients = [], []
+    """Gradient of a recorded rule. The graph is kept, so that backward can run again under ``retain_graph``."""
+    recording: _Recording = ctx.recording
+    leaves = (*recording.values, *recording.tensors)
+    outputs, d_outputs = [], []
     for out, g in zip(ctx.standard, at[:3], strict=True):
         if out is not None and out.requires_grad:
             outputs.append(out)
-            gradients.append(g.sum_to_size(out.shape).to(out.dtype))
-    wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
-    if not outputs or not wanted:
-        found: list[Tensor | None] = [None] * len(wanted)
-    else:
-        found = list(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
-    each = iter(found)
-    all_found = [next(each) if leaf.requires_grad else None for leaf in ctx.leaves]
-    number = len(all_found) - (len(ctx.needs_input_grad) - 6)
-    of_values, d_tensors = all_found[:number], tuple(all_found[number:])
-    if ctx.seen is not None:
-        pairs = list(zip(of_values[::2], of_values[1::2], strict=True))
-        return *passes.back_through_pools(ctx.rule.plans, pairs, ctx.seen, stats), d_tensors
-    d_mean, d_var = of_values
+            d_outputs.append(g.sum_to_size(out.shape).to(out.dtype))
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    d_wanted: Sequence[Tensor | None] = [None] * len(wanted)
+    if outputs and wanted:
+        d_wanted = torch.autograd.grad(outputs, wanted, d_outputs, retain_graph=True, allow_unused=True)
+    each = iter(d_wanted)
+    d_leaves = [next(each) if leaf.requires_grad else None for leaf in leaves]
+    d_values, d_tensors = d_leaves[: len(recording.values)], tuple(d_leaves[len(recording.values) :])
+    if recording.pools is not None:
+        pairs = list(zip(d_values[::2], d_values[1::2], strict=True))
+        return *passes.back_through_pools(ctx.rule.plans, pairs, recording.pools, stats), d_tensors
+    d_mean, d_var = d_values
     offset = None if d_mean is None else d_mean / ctx.size
-    # Not 2 / size, which is float32 for a tensor of sizes.
+    # d_var * 2 before the division: 2 / size would be float32 where size is a tensor.
     slope = None if d_var is None else d_var * 2 / ctx.size
     return offset, slope, d_tensors
 

@@ -1,7 +1,7 @@
-"""Rows: how a sample is cut into slices that have a mean and a variance; sums over rows, and values taken back to them.
+"""Rows: how a sample is cut into slices that each have a mean and a variance. Sums over rows, and the way back.
 
-The sums have the same bits each time. On CUDA ``index_add``, which is also the gradient of ``index_select``, adds in
-the order in which threads arrive. ``index_put`` sorts first, and it is the gradient of indexing.
+The sums give the same bits each time. On CUDA, ``index_add`` adds in the order in which threads arrive, and so does the
+gradient of ``index_select``. There ``index_put``, which sorts first, takes their place; it is the gradient of indexing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from .backends import kernels, kernels_serve, must_trace
 from .cache import remembered
 
-__all__ = ["Rows", "add_up", "run_of", "sum_runs", "take"]
+__all__ = ["Rows", "add_up", "rows_of_runs", "run_ends", "run_of", "sum_runs", "take"]
 
 
 def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor:
-    """``[M, ...]`` to ``[number, ...]``: row ``index[m]`` has the sum of all such rows. None: all are of one.
+    """``[M, ...]`` to ``[number, ...]``: row ``m`` is added to row ``index[m]``. Without an index, all make one sum.
 
-    ``dim`` is the axis of ``M``, which other axes may precede.
+    ``dim`` is the axis of ``M``.
     """
     if index is None:
         return t.sum(dim, keepdim=True)
@@ -36,20 +36,20 @@ def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor
 
 @remembered
 def run_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which of runs of ``counts`` elements each element is in."""
+    """The run that each element is in, where run ``k`` has ``counts[k]`` elements."""
     each = torch.tensor(counts, device=device)
     return torch.repeat_interleave(torch.arange(len(counts), device=device), each, output_size=sum(counts))
 
 
 def sum_runs(t: Tensor, counts: tuple[int, ...], batch: bool = False) -> Tensor:
-    """``[N, R]`` to ``[N, G]``: sums over runs of ``counts`` columns; also over the rows with ``batch``, ``[1, G]``."""
-    if kernels_serve(t) and not must_trace(t) and (found := kernels().sum_runs(t, counts, batch)) is not None:
-        return found
+    """``[N, R]`` to ``[N, G]``: sums over runs of ``counts`` columns. With ``batch``, also over samples: ``[1, G]``."""
+    if kernels_serve(t) and not must_trace(t) and (sums := kernels().sum_runs(t, counts, batch)) is not None:
+        return sums
     return add_up(t.sum(0, keepdim=True) if batch else t, run_of(counts, t.device), len(counts), 1)
 
 
 def take(t: Tensor, index: Tensor | None, dim: int = 0) -> Tensor:
-    """``[number, ...]`` to ``[M, ...]``. None: the one row as it is, to be broadcast."""
+    """``[number, ...]`` to ``[M, ...]``: row ``m`` is row ``index[m]``. Without an index, one row, to be broadcast."""
     if index is None:
         return t
     dim %= t.dim()
@@ -60,42 +60,42 @@ def take(t: Tensor, index: Tensor | None, dim: int = 0) -> Tensor:
 class Rows:
     """How a sample ``[C, *S]`` is cut into rows.
 
-    ``parts`` rows of equal length a channel; or ``cuts``, the ends of rows of any length over the merged ``C * S``
-    axis, each row inside one channel.
+    Each channel has ``parts`` rows of equal length. Or the rows are uneven: ``cuts`` says where each ends on the merged
+    ``C * S`` axis. No row crosses channels.
     """
 
     channels: int
     parts: int = 1
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()  # empty where rows are equal
 
     @property
     def number(self) -> int:
         return len(self.cuts) if self.cuts else self.channels * self.parts
 
     def size(self, spatial: int, device: torch.device) -> int | Tensor:
-        """Elements a row."""
+        """Elements in each row: one number, or ``[R]`` where rows are uneven."""
         return _sizes(self.cuts, device) if self.cuts else spatial // self.parts
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Elements of each row, where they are cut anywhere."""
+        """Elements in each row, where rows are uneven."""
         return _lengths(self.cuts)
 
     def ends(self, device: torch.device) -> Tensor:
-        """Where rows that are cut anywhere end."""
+        """Where each row ends, where rows are uneven."""
         return _ends(self.cuts, device)
 
     def from_channels(self, t: Tensor, spatial: int) -> Tensor:
         """``[..., C]`` to ``[..., R]``: every row gets its channel's value."""
         if self.cuts:
-            return take(t, run_of(_rows_a_channel(self.cuts, spatial), t.device), -1)
+            return take(t, run_of(_rows_per_channel(self.cuts, spatial), t.device), -1)
         return t if self.parts == 1 else t.repeat_interleave(self.parts, -1)
 
     def to_channels(self, t: Tensor, spatial: int) -> Tensor:
         """``[..., R]`` to ``[..., C]``: the sum over each channel's rows."""
         if self.cuts:
-            found = sum_runs(t.reshape(-1, t.shape[-1]), _rows_a_channel(self.cuts, spatial))
-            return found.reshape(*t.shape[:-1], self.channels)
+            sums = sum_runs(t.reshape(-1, t.shape[-1]), _rows_per_channel(self.cuts, spatial))
+            return sums.reshape(*t.shape[:-1], self.channels)
         return t if self.parts == 1 else t.reshape(*t.shape[:-1], self.channels, self.parts).sum(-1)
 
 
@@ -103,12 +103,12 @@ class Rows:
 def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
     """Rows that lie inside one channel and inside one run, for every number of runs in ``groups``.
 
-    The merged axis of ``D = C * S`` elements is split into ``G`` runs: all of ``D / G`` where that divides, as batch
-    group norm has it; otherwise, as ``torch.tensor_split`` does, the first ``D % G`` runs are one element longer.
+    Batch group norm splits the merged axis of ``D = C * S`` elements into ``G`` runs of ``D / G``. Where ``G`` does not
+    divide ``D``, the first ``D % G`` runs are one element longer, as in ``torch.tensor_split``.
     """
     if all(channels % g == 0 for g in groups):
         return Rows(channels)  # at any resolution: compilers need not know it
-    spatial = index(spatial)  # a compiler's unknown becomes a number: other resolutions are other rows
+    spatial = index(spatial)  # a compiler's symbol becomes a number: another resolution has other rows
     whole = channels * spatial
     step = gcd(spatial, *(whole // g for g in groups))
     if all(whole % g == 0 for g in groups) and (
@@ -137,11 +137,11 @@ def _sizes(cuts: tuple[int, ...], device: torch.device) -> Tensor:
 
 @remembered
 def _ends(cuts: tuple[int, ...], device: torch.device) -> Tensor:
-    wide = cuts[-1] > 2**31 - 2048  # what is counted in blocks
+    wide = cuts[-1] > 2**31 - 2048  # kernels count past the last end, up to the end of a block
     return torch.tensor(cuts, dtype=torch.int64 if wide else torch.int32, device=device)
 
 
 @remembered
-def _rows_a_channel(cuts: tuple[int, ...], spatial: int) -> tuple[int, ...]:
-    found = Counter((end - 1) // spatial for end in cuts)
-    return tuple(found[c] for c in range(len(found)))
+def _rows_per_channel(cuts: tuple[int, ...], spatial: int) -> tuple[int, ...]:
+    rows_in = Counter((end - 1) // spatial for end in cuts)
+    return tuple(rows_in[c] for c in range(len(rows_in)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..engine.backends import chosen, kernels, kernels_serve, must_trace, out_of_sight, rerun_in
+from ..engine.backends import choice_is_lost, choice_scope, chosen, kernels, kernels_serve, must_trace
 from ..engine.contract import Update
 from ..engine.normalize import normalize
 from ..statistics import running
@@ -377,8 +377,8 @@ class Norm(nn.Module):
         if not torch.compiler.is_compiling():
             if not running.in_backward():
                 self._known_calls.scope = chosen()
-            elif out_of_sight(scope := self._known_calls.scope):
-                with rerun_in(scope):
+            elif choice_is_lost(scope := self._known_calls.scope):
+                with choice_scope(scope):
                     return self._run(x, label, branch, style, residual, extra)
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype

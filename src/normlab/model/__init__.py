@@ -1,1 +1,1 @@
-"""What acts on whole models: conversion, folding, fusing, calibration, routing, state."""
+"""Functions of whole models: conversion, folding, fusing, calibration, routing, state."""

@@ -1,6 +1,6 @@
-"""Re-estimating running statistics on data: batch average with the total variance.
+"""Re-estimate running statistics on data: the batch average, with the total variance.
 
-``calibrate(model, loader)`` after training replaces the moving average; on a target domain's loader it is AdaBN.
+After training, ``calibrate(model, loader)`` replaces the moving average. On data of another domain it is AdaBN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Observer", "averaging", "calibrate", "estimate"]
 
 
 class Observer:
-    """Collects what one layer's batches showed, as if all samples had been one batch."""
+    """Collects the statistics of one layer's batches, as if all samples had been one batch."""
 
     def __init__(self) -> None:
         self.totals: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # mean, var, count: [branches or 1, G]
@@ -56,27 +56,27 @@ class Observer:
             dtype = widest(pooled.mean.device)
             mean, var = pooled.mean.detach().to(dtype), pooled.var.detach().to(dtype)
             count = torch.as_tensor(pooled.count, device=mean.device).detach().to(dtype).expand_as(mean)
-            of = s.branch
-            of = torch.full((mean.shape[0],), of, device=mean.device) if isinstance(of, int) else of
-            for i in range(
-                mean.shape[0]
-            ):  # a segment at a time: their means differ, and that counts as variance
-                row = of[i : i + 1]
-                part = tuple(_place(t[i : i + 1], row, branches) for t in (mean, var, count))
-                self.totals[names[0]] = merge(self.totals.get(names[0]), part)  # type: ignore[arg-type]
-            present = mean.new_zeros(branches).index_add(0, of, count.sum(1)) > 0
+            branch = s.branch  # of each segment
+            if isinstance(branch, int):
+                branch = torch.full((mean.shape[0],), branch, device=mean.device)
+            # One segment at a time: the spread of their means is part of the total variance.
+            for i in range(mean.shape[0]):
+                one = slice(i, i + 1)
+                part = tuple(_in_branch(t[one], branch[one], branches) for t in (mean, var, count))
+                self.totals[names[0]] = _merge(self.totals.get(names[0]), part)  # type: ignore[arg-type]
+            present = mean.new_zeros(branches).index_add(0, branch, count.sum(1)) > 0
         if present is not None:
             self.batches = present.long() if self.batches is None else self.batches + present
 
 
-def _place(t: Tensor, row: Tensor, branches: int) -> Tensor:  # [1, G] to [branches, G], zero elsewhere
-    return t.new_zeros(branches, t.shape[1]).index_add(0, row, t)
+def _in_branch(t: Tensor, branch: Tensor, branches: int) -> Tensor:  # [1, G] to [branches, G], zero elsewhere
+    return t.new_zeros(branches, t.shape[1]).index_add(0, branch, t)
 
 
-def merge(
+def _merge(
     total: tuple[Tensor, Tensor, Tensor] | None, part: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and count of the union; counts may be soft, so less than one."""
+    """Mean, variance and count of all samples of both. Soft counts, as of mode norm, may be less than one."""
     if total is None:
         return part
     mean, var, count = total
@@ -96,17 +96,17 @@ def calibrate(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> nn.Module:
-    """Set every running statistic to the mean and total variance of ``loader``'s data under the model as it is.
+    """Set every running statistic to the mean and total variance of ``loader``'s data under the present weights.
 
-    Layers normalize with batch statistics while data run through, everything else is in evaluation mode, and modes are
-    put back. Buffers are written at the end, all at once: an interrupted call changes nothing. With
-    ``torch.distributed`` initialized (or ``process_group`` given), all ranks end with the same statistics, those of all
-    ranks' data.
+    While the data run, the layers normalize with batch statistics and everything else is in evaluation mode. The modes
+    are restored at the end. Buffers are written at the end, all at once: an interrupted call changes nothing. With
+    ``torch.distributed`` initialized (or ``process_group`` given), all ranks get the same statistics, from the data of
+    all ranks.
 
     Args:
-        loader: batches; of a tuple or list the first element is the input, and a dict is passed as keywords.
-        batches: how many at most.
-        forward: ``forward(model, batch)`` to run a batch otherwise, for example under :func:`normlab.route`.
+        loader: gives batches. The first element of a tuple or list is the input; a dict is passed as keywords.
+        batches: stop after this many.
+        forward: ``forward(model, batch)`` runs a batch in your own way, for example under :func:`normlab.route`.
 
     >>> import torch, normlab
     >>> model = torch.nn.Sequential(normlab.BatchNorm1d(3))
@@ -136,9 +136,9 @@ def calibrate(
 
 
 def averaging(model: nn.Module) -> list[Norm]:
-    """Layers whose running statistics are the average of all batches, and so of weights of long ago.
+    """Layers whose running statistics are the average of all batches, including those of early weights.
 
-    Without those of batch renorm, which trains by them, and without those that are not to change.
+    Batch renorm is left out, because it trains with its running statistics. So are layers that do not update theirs.
     """
     return [
         m
@@ -156,7 +156,7 @@ def estimate(
     run: Callable[[nn.Module, Any], Any],
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Calibrate some layers; the others are in evaluation mode."""
+    """Calibrate ``layers``; ``run(model, batch)`` runs each batch. The rest of the model is in evaluation mode."""
     modes = [(m, m.training) for m in model.modules()]
     before = [layer.policy for layer in layers]
     observers = [Observer() for _ in layers]
@@ -171,8 +171,8 @@ def estimate(
         group = process_group
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        place = layers[0].get_buffer("running_mean").device
-        if not (seen if group is None else int(sum_over_ranks(torch.tensor([seen], device=place), group))):
+        device = layers[0].get_buffer("running_mean").device
+        if not (seen if group is None else int(sum_over_ranks(torch.tensor([seen], device=device), group))):
             raise ValueError("the loader gave no batch, so there is nothing to calibrate with")
         for layer, observer in zip(layers, observers, strict=True):
             _write(layer, observer, group)
@@ -184,17 +184,16 @@ def estimate(
 
 
 def _default_forward(model: nn.Module, batch: Any) -> Any:
-    place = next((t for t in (*model.parameters(), *model.buffers())), None)
-    move = (lambda t: t) if place is None else (lambda t: t.to(place.device) if isinstance(t, Tensor) else t)
+    like = next((t for t in (*model.parameters(), *model.buffers())), None)
+    move = (lambda t: t) if like is None else (lambda t: t.to(like.device) if isinstance(t, Tensor) else t)
     if isinstance(batch, dict):
         return model(**{k: move(v) for k, v in batch.items()})
     return model(move(batch[0] if isinstance(batch, (tuple, list)) else batch))
 
 
 def _write(layer: Norm, observer: Observer, group: ProcessGroup | None) -> None:
-    group = (
-        None if layer.process_group is not None else group
-    )  # synchronized layers saw all ranks' data already
+    if layer.process_group is not None:  # a synchronized layer saw the data of all ranks already
+        group = None
     counter = layer.get_buffer("num_batches_tracked")
     batches = observer.batches
     batches = torch.zeros_like(counter) if batches is None else batches.reshape(counter.shape)
@@ -205,7 +204,7 @@ def _write(layer: Norm, observer: Observer, group: ProcessGroup | None) -> None:
             continue
         stored_mean, stored_var = (layer.get_buffer(n) for n in names)
         total = observer.totals.get(names[0])
-        if total is None:  # nothing here; other ranks may have seen something
+        if total is None:  # this rank saw no sample; others may have
             nothing = stored_mean.new_zeros(stored_mean.shape, dtype=widest(stored_mean.device))
             total = (nothing.reshape(max(counter.numel(), 1), -1),) * 3
         mean, var, count = total

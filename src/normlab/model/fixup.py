@@ -1,8 +1,8 @@
 """Fixup: residual networks without normalization, by initialisation alone.
 
 Hongyi Zhang, Yann Dauphin and Tengyu Ma, "Fixup Initialization: Residual Learning Without Normalization", ICLR 2019.
-Every block starts as the identity, scalars take the place of normalization layers, and the weights of a block are
-scaled down so that a step of SGD changes the output as much as in a network of any other depth.
+Every block starts as the identity, and scalars take the place of normalization layers. The weights of a block are
+scaled down, so that a step of SGD changes the output by about the same amount at any depth.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ def fixup(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Mod
     A block ``relu(norm2(conv2(relu(norm1(conv1(x))))) + identity)`` becomes
     ``relu(scale * conv2(relu(conv1(x + b1) + b2) + b3) + b4 + identity)`` with scalars b and scale. Of L blocks with m
     convolutions, the last convolution starts at zero and the others at He's deviation times ``L ** (-1 / (2m - 2))``.
-    Normalization outside of blocks becomes a scalar bias, that of shortcuts goes, other convolutions start at He's
-    deviation and the last linear layer at zero. Convolutions of blocks are one level deeper afterwards, ``conv1.conv``.
+    Norm layers outside of blocks become a scalar bias, and those of shortcuts are removed. Other convolutions start at
+    He's deviation, and the last linear layer at zero. Convolutions of blocks are one level deeper afterwards,
+    ``conv1.conv``.
 
     Args:
-        blocks: the residual blocks; otherwise modules with ``conv1``, ``conv2`` ... and a ``downsample`` or
-            ``shortcut``, as the blocks of torchvision's and timm's residual networks have. What stands in a block under
-            one of those names is its shortcut, and all else its branch.
+        blocks: the residual blocks. By default, modules with ``conv1``, ``conv2`` ... and a ``downsample`` or
+            ``shortcut``, as in the residual networks of torchvision and timm. A child of a block with the name
+            ``downsample``, ``shortcut``, ``skip``, ``identity``, ``proj`` or ``residual`` is its shortcut; all others
+            are its branch.
 
     >>> import torch, torchvision
     >>> model = fixup(torchvision.models.resnet18(weights=None, num_classes=10))
@@ -70,28 +72,28 @@ def fixup(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Mod
     0.0
     """
     check_model(model, "fixup")
-    found = [m for m in model.modules() if _is_block(m)] if blocks is None else list(blocks)
-    if not found:
+    blocks = [m for m in model.modules() if _is_block(m)] if blocks is None else list(blocks)
+    if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no residual block with conv1, conv2 ... and a downsample or shortcut; "
             "name the blocks, fixup(model, blocks=[...])"
         )
-    inside = {id(m) for m in model.modules()}
-    if any(id(block) not in inside for block in found):
+    modules = {id(m) for m in model.modules()}
+    if any(id(block) not in modules for block in blocks):
         raise ValueError(f"blocks must be modules of {type(model).__name__}")
     _check_norms(model)
     new: dict[int, nn.Module] = {}
-    for block in found:
-        _fix_block(block, len(found), new)
-    within = {id(m) for block in found for m in block.modules()}
+    for block in blocks:
+        _fix_block(block, len(blocks), new)
+    in_blocks = {id(m) for block in blocks for m in block.modules()}
     for module in model.modules():
-        if id(module) not in within and isinstance(module, _CONVS):
+        if id(module) not in in_blocks and isinstance(module, _CONVS):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     for _, norm in named(model, is_norm):
         if id(norm) not in new:
             new[id(norm)] = _in_place_of(norm, Bias())
     classifier = next((m for m in reversed(list(model.modules())) if type(m) is nn.Linear), None)
-    if classifier is not None and id(classifier) not in within:
+    if classifier is not None and id(classifier) not in in_blocks:
         for parameter in classifier.parameters():
             parameter.zero_()
         new[id(classifier)] = _like(classifier, nn.Sequential(OrderedDict(bias=Bias(), linear=classifier)))
@@ -99,7 +101,7 @@ def fixup(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Mod
 
 
 def fixup_parameters(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: the scalars of Fixup learn at a tenth of ``lr``, all others at ``lr``."""
+    """Parameter groups for an optimizer: Fixup's scalars at a tenth of ``lr``, all others at ``lr``."""
     scalars = {id(p): p for m in model.modules() if type(m) in (Bias, Scale) for p in m.parameters()}
     if not scalars:
         raise ValueError(f"{type(model).__name__} has no scalars of Fixup; call normlab.fixup(model) first")
@@ -121,16 +123,17 @@ def _check_norms(model: nn.Module) -> None:
 
 
 def _fix_block(block: nn.Module, number: int, new: dict[int, nn.Module]) -> None:
-    inner: list[nn.Module] = []
-    beside: list[nn.Module] = []
+    """Initialise one of ``number`` blocks. What replaces its modules is added to ``new``, by the id of the old."""
+    branch: list[nn.Module] = []
+    shortcut: list[nn.Module] = []
     for key, child in block.named_children():
-        (beside if key in _SHORTCUTS else inner).extend(child.modules())
+        (shortcut if key in _SHORTCUTS else branch).extend(child.modules())
     numbered = [m for n, m in block.named_children() if re.fullmatch(r"conv\d+", n) and isinstance(m, _CONVS)]
-    convs: list[Any] = numbered or [m for m in inner if isinstance(m, _CONVS)]
+    convs: list[Any] = numbered or [m for m in branch if isinstance(m, _CONVS)]
     if len(convs) < 2:
         raise ValueError(f"a residual block needs at least two convolutions in its branch; {type(block).__name__} has "
                          f"{len(convs)}")  # fmt: skip
-    first = _like(convs[0], Bias())
+    first_bias = _like(convs[0], Bias())
     for k, conv in enumerate(convs):
         last = k == len(convs) - 1
         if last:
@@ -139,15 +142,15 @@ def _fix_block(block: nn.Module, number: int, new: dict[int, nn.Module]) -> None
             conv.weight.normal_(0, _he(conv) * number ** (-1 / (2 * len(convs) - 2)))
         if conv.bias is not None:
             conv.bias.zero_()
-        parts = OrderedDict(bias=first if k == 0 else Bias(), conv=conv)
+        parts = OrderedDict(bias=first_bias if k == 0 else Bias(), conv=conv)
         new[id(conv)] = _like(conv, nn.Sequential(OrderedDict(parts, scale=Scale()) if last else parts))
-    for module in beside:
-        if isinstance(module, _CONVS):  # the shortcut sees what the first convolution sees
+    for module in shortcut:
+        if isinstance(module, _CONVS):  # it takes the same input as the first convolution, bias included
             module.weight.normal_(0, _he(module))
-            new[id(module)] = nn.Sequential(OrderedDict(bias=first, conv=module)).train(module.training)
+            new[id(module)] = nn.Sequential(OrderedDict(bias=first_bias, conv=module)).train(module.training)
         elif is_norm(module):
             new[id(module)] = _in_place_of(module, nn.Identity())
-    for module in inner:
+    for module in branch:
         if is_norm(module):
             new[id(module)] = _in_place_of(module, Bias())
 
@@ -157,15 +160,15 @@ def _he(conv: Any) -> float:
 
 
 def _in_place_of(norm: nn.Module, scalar: nn.Module) -> nn.Module:
-    """What stands for a normalization layer, with the dropout and activation that some have inside."""
+    """``scalar``, followed by the dropout and activation that some normalization layers have inside."""
     source = read(norm)
     rest = () if isinstance(source, str) else source.after
-    made = _like(norm, scalar)
-    return nn.Sequential(OrderedDict([("bias", made), *rest])).train(norm.training) if rest else made
+    scalar = _like(norm, scalar)
+    return nn.Sequential(OrderedDict([("bias", scalar), *rest])).train(norm.training) if rest else scalar
 
 
 def _like(old: nn.Module, new: nn.Module) -> nn.Module:
-    """On the device, in the dtype and in the mode of what it replaces."""
+    """``new`` on the device, in the dtype and in the mode of ``old``."""
     for t in (*old.parameters(), *old.buffers()):
         if t.is_floating_point():
             new.to(device=t.device, dtype=t.dtype)

@@ -1,7 +1,8 @@
-"""Norm, residual add and activation in one pass: a model's graph rewritten where that is safe.
+"""Norm, residual add and activation in one pass: the graph of a model is rewritten where that is safe.
 
-Convolutional networks spend as much time on the passes over additions and activations as on those of the norm layers
-between them. The kernels do all three in the norm's own pass (``act`` and ``residual`` of a layer); this finds where.
+Convolutional networks spend as much time on passes for additions and activations as on the passes of their norm layers.
+The kernels do all three in the norm's own pass (``act`` and ``residual`` of a layer). This file finds where that can be
+done in a model.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_re
 _IN_PLACE: tuple[Any, ...] = (operator.iadd, "add_")
 _ADDS: tuple[Any, ...] = (operator.add, torch.add, "add", *_IN_PLACE)
 _WRITERS = ({f"i{name}" for name in dir(operator)} & {*dir(operator)}) | {"setitem"}  # iadd, imul, ...
-_CALLS = ("call_function", "call_method")  # a module may be called "add" or "relu" as well
+_CALLS = ("call_function", "call_method")  # not call_module: a module may have the name "add" or "relu"
 
 
 class _Tracer(fx.Tracer):
-    """Parts without a norm layer stay whole: one that drops in training, or that cannot be traced, does as it did.
+    """Parts without a norm layer stay whole, so that dropout still follows the mode and more models can be traced.
 
-    So do parts with hooks, which would see the trace and no call after it.
+    Parts with hooks stay whole too: their hooks would run during the trace and never again.
     """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -49,30 +50,30 @@ class _Tracer(fx.Tracer):
 
 
 class _Shapes(fx.Interpreter):
-    """Notes the shape and type of every tensor. What goes wrong in a layer is said in the layer's own words."""
+    """Notes the shape and dtype of every tensor. Errors of a layer are raised as the layer words them."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         super().__init__(traced)
         self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
-        if isinstance(found, Tensor):
-            n.meta["normlab"] = found.shape, found.dtype
-        return found
+        output = super().run_node(n)
+        if isinstance(output, Tensor):
+            n.meta["normlab"] = output.shape, output.dtype
+        return output
 
 
 def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     """The same model with activations and residual adds inside its norm layers, as a graph module.
 
     A norm layer of this library takes over the activation (relu, leaky relu, silu) that is the only reader of its
-    output. With example ``inputs``, which show that shapes are equal, it takes over a residual addition between the
-    two as well. Convert torch's norm layers first, ``normlab.convert(model, "batch")``.
+    output. With example ``inputs``, it also takes over a residual addition between the two; the example shows whether
+    shapes are equal. Convert torch's norm layers first, ``normlab.convert(model, "batch")``.
 
-    Parameters and buffers are those of ``model``, under the same names: train the graph module, and ``model`` has the
-    trained values, unfused, to evaluate, fold or save. Code of the model itself that asks ``self.training`` was traced
-    in the mode that the model is in, and stays so. Parts that have hooks stay as they are. With example inputs, call it
-    where the model can be called: one with branches within :func:`route`.
+    The graph module shares the parameters and buffers of ``model``, under the same names. Train it, then evaluate, fold
+    or save ``model``, which has the trained values and is not fused. Where the model's own code asks
+    ``self.training``, the graph keeps the answer of the moment when it was traced. Parts that have hooks stay as they
+    are. Example inputs run the model: call ``fuse`` on a model with branches within :func:`route`.
 
     >>> import torch, torchvision, normlab
     >>> model = normlab.convert(torchvision.models.resnet18(weights=None), "batch")
@@ -97,12 +98,12 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     if inputs:
         with torch.no_grad(), no_update(model):
             _Shapes(traced).run(*inputs)
-    found = 0
+    fused = 0
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     for node in list(graph.nodes):
-        if calls[node.target] == 1 and _free(traced.get_submodule(node.target), node):
-            found += _take_over(traced, node, bool(inputs))
-    if not found:
+        if calls[node.target] == 1 and _can_fuse(traced.get_submodule(node.target), node):
+            fused += _fuse_followers(traced, node, bool(inputs))
+    if not fused:
         raise ValueError(
             f"{type(model).__name__} has no norm layer of normlab that is followed by an activation or, seen with "
             "example inputs, by an addition of equal shapes; convert its norm layers first, convert(model, 'batch')"
@@ -116,7 +117,7 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
 
 
 def _skip_identities(traced: fx.GraphModule) -> None:
-    """Let what reads an identity read its input: a converted layer has one where there is no dropout."""
+    """Bypass identities: a layer converted from timm has one where its dropout is off."""
     for node in list(traced.graph.nodes):
         if node.op == "call_module" and len(node.args) == 1 and isinstance(node.args[0], fx.Node):
             module = traced.get_submodule(str(node.target))
@@ -125,8 +126,8 @@ def _skip_identities(traced: fx.GraphModule) -> None:
                 traced.graph.erase_node(node)
 
 
-def _free(module: nn.Module, node: fx.Node) -> bool:
-    """A norm layer that does nothing else yet, called with its input alone, whose output has one reader."""
+def _can_fuse(module: nn.Module, node: fx.Node) -> bool:
+    """Whether this is a call of a norm layer without activation and hooks, with one input and one reader."""
     return (
         isinstance(module, Norm)
         and not isinstance(module, KalmanNorm)
@@ -138,44 +139,43 @@ def _free(module: nn.Module, node: fx.Node) -> bool:
     )
 
 
-def _take_over(traced: fx.GraphModule, node: fx.Node, shapes: bool) -> int:
-    """Let one norm layer do what follows it. Returns how many nodes it took over."""
-    end, residual, act, leak, taken = node, None, None, LEAK, 0
-    place = node
-    reader = next(iter(node.users))
-    if shapes and (other := _other_summand(reader, node)) is not None and not _written(traced, node, reader):
-        place = end = reader
-        residual, taken = other, 1
-        reader = next(iter(end.users)) if len(end.users) == 1 else None
-    if reader is not None and (known := _activation(traced, reader)) is not None:
-        act, leak = known
-        if leak == LEAK:
-            end, taken = reader, taken + 1
-        else:
-            act = None
-    if not taken:
+def _fuse_followers(traced: fx.GraphModule, norm: fx.Node, shapes: bool) -> int:
+    """Let one norm layer do the addition and the activation that follow it. Returns how many of them it does."""
+    add, residual, act, activation = None, None, None, None
+    reader = next(iter(norm.users))
+    if shapes:
+        other = _other_summand(reader, norm)
+        if other is not None and not _may_write_between(traced, norm, reader):
+            add, residual = reader, other
+            reader = next(iter(add.users)) if len(add.users) == 1 else None
+    if reader is not None and (act := _activation(traced, reader)) is not None:
+        activation = reader
+    followers = [node for node in (add, activation) if node is not None]
+    if not followers:
         return 0
-    name = str(node.target)
+    name = str(norm.target)
     layer = copy(traced.get_submodule(name))  # parameters and buffers stay the same objects
     assert isinstance(layer, Norm)
     layer.act = act
     layer._known_calls = type(layer._known_calls)()
     traced.add_submodule(name, layer)
-    with traced.graph.inserting_before(place):  # not later: what it reads may be written to after that
-        new = traced.graph.call_module(name, node.args, {} if residual is None else {"residual": residual})
-    new.meta = dict(end.meta)
-    end.replace_all_uses_with(new)
-    for old in dict.fromkeys((end, *(u for u in node.users), node)):
-        if not old.users and old is not new:
-            traced.graph.erase_node(old)
-    return taken
+    # Not at the activation: before it, something may write to what the layer reads.
+    with traced.graph.inserting_before(norm if add is None else add):
+        new = traced.graph.call_module(name, norm.args, {} if residual is None else {"residual": residual})
+    new.meta = dict(followers[-1].meta)
+    followers[-1].replace_all_uses_with(new)
+    for old in (*reversed(followers), norm):
+        traced.graph.erase_node(old)
+    return len(followers)
 
 
 def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
-    """What is added to ``node``, where that is all ``reader`` does and both have the same shape and type."""
+    """What ``reader`` adds to ``node``, if it does nothing else and both have the same shape and dtype."""
     if reader.op not in _CALLS or reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
         return None
-    if reader.target in _IN_PLACE and reader.args[0] is not node:  # others may read what it writes to
+    if (
+        reader.target in _IN_PLACE and reader.args[0] is not node
+    ):  # it writes to a tensor that others may read
         return None
     others = [a for a in reader.args if a is not node]
     if len(others) != 1 or not isinstance(others[0], fx.Node) or others[0].op == "get_attr":
@@ -184,8 +184,8 @@ def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     return others[0] if here is not None and here == there else None
 
 
-def _written(traced: fx.GraphModule, first: fx.Node, last: fx.Node) -> bool:
-    """Whether anything between two nodes may write to its inputs, which ``first`` could not read later than it does."""
+def _may_write_between(traced: fx.GraphModule, first: fx.Node, last: fx.Node) -> bool:
+    """Whether anything between two nodes may write to its inputs. Then ``first`` cannot be moved to ``last``."""
     node = first.next
     while node is not last:
         if node.op == "call_module":
@@ -194,24 +194,24 @@ def _written(traced: fx.GraphModule, first: fx.Node, last: fx.Node) -> bool:
                 return True
         elif node.op in _CALLS:
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            said = "out" in node.kwargs or node.kwargs.get("inplace") or any(a is True for a in node.args)
-            if said or name.endswith("_") or name in _WRITERS:
+            asked = "out" in node.kwargs or node.kwargs.get("inplace") or any(a is True for a in node.args)
+            if asked or name.endswith("_") or name in _WRITERS:
                 return True
         node = node.next
     return False
 
 
-def _activation(traced: fx.GraphModule, reader: fx.Node) -> tuple[str, float] | None:
-    """The activation that ``reader`` is, and its slope below zero."""
+def _activation(traced: fx.GraphModule, reader: fx.Node) -> str | None:
+    """The name of the activation that ``reader`` applies, if the kernels have it."""
     if reader.op == "call_module":
         module = traced.get_submodule(str(reader.target))
         name = _MODULES.get(type(module))
         if name is None or hooks_of(module):
             return None
-        return name, getattr(module, "negative_slope", LEAK)
+        return name if getattr(module, "negative_slope", LEAK) == LEAK else None
     if reader.op not in _CALLS or reader.target not in _FUNCTIONS:
         return None
     name, leak = _FUNCTIONS[reader.target], LEAK
     if name == "leaky_relu":
         leak = reader.kwargs.get("negative_slope", reader.args[1] if len(reader.args) > 1 else LEAK)
-    return (name, float(leak)) if isinstance(leak, (int, float)) else None
+    return name if leak == LEAK else None

@@ -1,4 +1,4 @@
-"""Whole-model steps for switchable norms: one-hot mixtures, and the schedule of sparse ones."""
+"""Switchable norms of a whole model: one-hot mixtures, the schedule of sparse ones, and the learned weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = TypeVar("Kind", bound=SwitchNorm)
 
 
 def harden(model: nn.Module) -> nn.Module:
-    """Make every switchable norm one-hot at its largest weights and stop learning them; fine-tune afterwards."""
+    """Make every switchable norm use only its largest weights, and stop learning the weights. Fine-tune afterwards."""
     check_model(model, "harden")
     for layer in _layers(model, SwitchNorm):
         layer.harden()
@@ -24,9 +24,9 @@ def harden(model: nn.Module) -> nn.Module:
 
 
 def set_radius(model: nn.Module, progress: float) -> nn.Module:
-    """Set the radius of every sparse switchable norm to the share of training done, from 0 to 1.
+    """Set the radius of every sparse switchable norm to ``progress``, the share of training done, from 0 to 1.
 
-    Call it once a step or an epoch. With three pools a mixture is one-hot from 0.8165 on.
+    Call it once per step or epoch. With three pools, mixtures are one-hot from 0.8165 on.
     """
     check_model(model, "set_radius")
     for layer in _layers(model, SparseSwitchNorm):
@@ -35,9 +35,9 @@ def set_radius(model: nn.Module, progress: float) -> nn.Module:
 
 
 def importance(model: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
-    """For every switchable norm by name: the weight of each pool in the mean and in the variance.
+    """The weight of each pool in the mean and in the variance, for every switchable norm by name.
 
-    A :class:`normlab.Norm` whose statistics are a mixture is one, with whatever affine map and branches.
+    A switchable norm is any :class:`normlab.Norm` whose statistics are a mixture.
     """
     check_model(model, "importance")
     found = {

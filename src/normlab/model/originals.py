@@ -1,4 +1,4 @@
-"""What a conversion replaced, kept on the module that took its place."""
+"""The modules and weights that a conversion replaced. Each is kept on the module that took its place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ __all__ = ["Original", "original_of", "place_of"]
 
 @dataclass
 class Original:
-    """A module or weight that was replaced, and where it was then. Not a module, so that torch overlooks it."""
+    """A module or weight that was replaced, with its device and dtype at that moment.
+
+    It is not an ``nn.Module``, so that parameters and state dicts do not include it.
+    """
 
     value: Any
     device: torch.device
@@ -25,11 +28,8 @@ def original_of(module: nn.Module) -> Original | None:
     return module.__dict__.get("_normlab_original")
 
 
-# --- weight normalization ----------------------------------------------------------------------------------------
-
-
 def place_of(module: nn.Module, model: nn.Module) -> tuple[torch.device, torch.dtype | None]:
-    """Where a layer is: its own floating-point tensors say, or else the model's."""
+    """Device and dtype of a layer, from its own floating-point tensors, or else from the model's."""
     for t in chain(module.parameters(), module.buffers(), model.parameters(), model.buffers()):
         if t.is_floating_point():
             return t.device, t.dtype

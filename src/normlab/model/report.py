@@ -1,4 +1,4 @@
-"""What a conversion did, in words."""
+"""The report on a conversion: which layers were replaced, which were not, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Converted", "Report", "Skipped", "nothing_to_convert", "report"]
 
 
 class Converted(NamedTuple):
-    """One layer that was replaced. ``kept`` says whether it starts out computing what was there."""
+    """One layer that was replaced. ``kept`` says whether the new layer computes the same function at first."""
 
     name: str
     before: str
@@ -25,7 +25,7 @@ class Converted(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """One layer that was left as it is, and why."""
+    """One layer that was not replaced, and why."""
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class Skipped(NamedTuple):
 
 @dataclass
 class Report:
-    """What a conversion did. ``print(report)`` is for people."""
+    """What a conversion did. ``print(report)`` shows it in words."""
 
     title: str
     converted: list[Converted] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Routing: telling every conditional and separated layer of a model the class, the branch or the style.
+"""Routing: tell every conditional and separated layer of a model the class, the branch or the style.
 
-Models are not rewritten for it. ``with route(model, branch="aux", label=y): model(x)`` reaches the layers of that
-model, nests, restores what was there, and belongs to the thread that entered it.
+The model's code does not change. ``with route(model, branch="aux", label=y): model(x)`` reaches the layers of that
+model. Routes nest, and each belongs to the thread that entered it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ __all__ = ["keep_route", "route"]
 
 
 class route:
-    """Within it, layers of ``model`` take this branch, label or style where their call gives none.
+    """Inside the ``with`` block, layers of ``model`` take this branch, label or style where their call gives none.
 
-    ``branch`` is a name, a name for each sample, or indices ``[N]`` into the layers' branches; ``label`` an integer or
-    ``[N]`` integers; ``style`` features ``[N, C, *S]``. What is left out keeps what an outer scope routed.
+    Arguments left out keep the outer route's value.
+
+    Args:
+        branch: a name, a name for each sample, or indices ``[N]`` into the layers' branches.
+        label: an integer, or ``[N]`` integers.
+        style: features ``[N, C, *S]``, or :class:`StyleMoments`.
 
     >>> import torch, normlab
     >>> layer = normlab.AuxiliaryBatchNorm2d(8, branches=("main", "aux"))
@@ -74,14 +78,14 @@ class route:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The way back is in the context and not in this object, which several threads may have entered.
+        # The outer scope is read from the context: several threads may have entered this object.
         outer = route_scope.get().outer
         assert outer is not None
         set_scope(outer)
 
 
 def keep_route() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For activation checkpointing: recompute under the route of the forward pass.
+    """Pass it to activation checkpointing, so that the recomputation has the route of the forward pass.
 
     ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=normlab.keep_route)``
     """

@@ -1,11 +1,11 @@
-"""State policy for a whole model: which statistics normalize, and whether the running ones move.
+"""For a whole model: which statistics normalize, and whether the running ones are updated.
 
-Each function acts at once and undoes itself when used as a scope, as ``torch.set_grad_enabled`` does::
+Each function acts at once. Used in a ``with`` statement, it is undone at the end, as ``torch.set_grad_enabled`` is::
 
     frozen(model)                  # from here on
-    with no_update(model): ...     # within
+    with no_update(model): ...     # inside the block
 
-They also reach torch's own layers with running statistics. A model without any is left as it is.
+The functions also reach torch's own layers with running statistics. A model without any is left as it is.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["frozen", "guarded", "no_update", "with_batch_statistics"]
 Restore = Callable[[], None]
 
 
-class _Scope:
-    """Changes that are made already; leaving the scope undoes them, last first."""
+class _Undo:
+    """Undoes changes when its ``with`` block ends, the last change first."""
 
     def __init__(self, undo: list[Restore]) -> None:
         self._undo = undo
 
-    def __enter__(self) -> _Scope:
+    def __enter__(self) -> _Undo:
         return self
 
     def __exit__(
@@ -44,33 +44,34 @@ class _Scope:
             self._undo.pop()()
 
 
-def frozen(model: nn.Module) -> _Scope:
-    """Normalize with the running statistics and leave them as they are, also in training mode."""
+def frozen(model: nn.Module) -> _Undo:
+    """Normalize with the running statistics and do not update them, also in training mode."""
     check_model(model, "frozen")
     return _apply(model, {"normalize_with": "running", "update": False}, mode=False)
 
 
-def no_update(model: nn.Module) -> _Scope:
-    """Leave the running statistics as they are; what normalizes does not change."""
+def no_update(model: nn.Module) -> _Undo:
+    """Do not update the running statistics. Layers normalize as they did before."""
     check_model(model, "no_update")
     return _apply(model, {"update": False})
 
 
-def guarded(model: nn.Module) -> _Scope:
-    """Leave the running statistics as they are wherever a batch's own are not finite."""
+def guarded(model: nn.Module) -> _Undo:
+    """Do not update the running statistics with a batch whose own statistics are not finite."""
     check_model(model, "guarded")
     return _apply(model, {"guard": True}, keep_finite=True)
 
 
-def with_batch_statistics(model: nn.Module) -> _Scope:
-    """Normalize with the batch's statistics, also in evaluation mode, without tracking them."""
+def with_batch_statistics(model: nn.Module) -> _Undo:
+    """Normalize with the statistics of the batch, also in evaluation mode. The running ones are not updated."""
     check_model(model, "with_batch_statistics")
     return _apply(model, {"normalize_with": "batch", "update": False}, mode=True)
 
 
 def _apply(
     model: nn.Module, change: dict[str, Any], *, mode: bool | None = None, keep_finite: bool = False
-) -> _Scope:
+) -> _Undo:
+    """Change the policy of normlab's layers; ``mode`` and ``keep_finite`` are for torch's own, see :class:`_Detour`."""
     undo: list[Restore] = []
     _check_compiled(model)
     for layer in model.modules():
@@ -80,11 +81,11 @@ def _apply(
             undo.append(lambda layer=layer, before=before: setattr(layer, "policy", before))
         elif isinstance(layer, _NormBase) and layer.track_running_stats:
             undo.append(_hook(layer, mode, keep_finite))
-    return _Scope(undo)
+    return _Undo(undo)
 
 
 def _check_compiled(model: nn.Module) -> None:
-    """Refuse what would have no effect: compiled graphs do not look whether hooks have come or gone."""
+    """Raise where the change would have no effect: a compiled graph does not notice new hooks."""
     for part in model.modules():
         if "_orig_mod" not in part._modules and getattr(part, "_compiled_call_impl", None) is None:
             continue
@@ -96,11 +97,12 @@ def _check_compiled(model: nn.Module) -> None:
                 )
 
 
-class _Aside:
-    """Hooks of torch's layer: it runs in ``mode`` on copies of its buffers, dropped or kept where they are finite.
+class _Detour:
+    """Hooks that make torch's layer run in ``mode`` on copies of its buffers.
 
-    Copies, because backward refuses a buffer that was written to, be it with its old values. An object and not a
-    closure, so that a model which stays in a scope can be copied and pickled.
+    With ``keep_finite``, the buffers get the new values if all are finite; otherwise the copies are dropped. The layer
+    runs on copies because backward refuses a buffer that was written to, even with its old values. This is a class, not
+    a closure, so that a model inside a scope can be copied and pickled.
     """
 
     def __init__(self, mode: bool | None, keep_finite: bool) -> None:
@@ -122,22 +124,22 @@ class _Aside:
 
 
 def _hook(layer: _NormBase, mode: bool | None, keep_finite: bool) -> Restore:
-    # Scopes nest: the inner one is undone first.
-    aside = _Aside(mode, keep_finite)
-    first = layer.register_forward_pre_hook(aside.before)
-    last = layer.register_forward_hook(aside.after, always_call=True, prepend=True)
+    detour = _Detour(mode, keep_finite)
+    before = layer.register_forward_pre_hook(detour.before)
+    # Scopes nest: the hook of the inner scope runs first and restores what the outer scope set.
+    after = layer.register_forward_hook(detour.after, always_call=True, prepend=True)
 
     def undo() -> None:
-        first.remove()
-        last.remove()
+        before.remove()
+        after.remove()
 
     return undo
 
 
 @torch.no_grad()
 def _copy_finite(into: dict[str, Tensor | None], moved: dict[str, Tensor | None]) -> None:
-    ok = torch.stack([b.isfinite().all() for b in moved.values() if b is not None]).all()
+    finite = torch.stack([b.isfinite().all() for b in moved.values() if b is not None]).all()
     for name, buffer in into.items():
         new = moved[name]
         if buffer is not None and new is not None and new is not buffer:
-            buffer.copy_(torch.where(ok, new, buffer))
+            buffer.copy_(torch.where(finite, new, buffer))

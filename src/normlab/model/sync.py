@@ -1,4 +1,4 @@
-"""Synchronizing batch statistics over processes, and back."""
+"""Synchronize batch statistics over processes, and go back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from ..engine.messages import check_model
 from ..layers.norm import Norm
+from .convert import convert_torch_batch_norm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -17,18 +18,18 @@ __all__ = ["sync", "unsync"]
 
 
 def sync(model: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
-    """Pool batch statistics over all processes of ``process_group`` (default: all), on any back end.
+    """Pool batch statistics over the processes of ``process_group`` (default: all).
 
-    Values, gradients and running statistics are those of one process with the whole batch, also where local batches are
-    unequal or empty; every rank must run forward and backward the same number of times. :func:`unsync` goes back.
+    Every back end of ``torch.distributed`` serves, gloo on the CPU included.
+
+    Values, gradients and running statistics are then those of one process with the whole batch. Local batches may be
+    unequal or empty. Every rank must run forward and backward the same number of times. :func:`unsync` goes back.
     Torch's own batch norm layers are converted to normlab's first.
     """
     check_model(model, "sync")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("sync() needs torch.distributed: call torch.distributed.init_process_group first")
     group = process_group if process_group is not None else dist.group.WORLD
-    from .convert import convert_torch_batch_norm
-
     model = convert_torch_batch_norm(model)
     layers = [
         m for m in model.modules() if isinstance(m, Norm) and any(p.over_batch for p in m.statistics.pools)
@@ -50,7 +51,7 @@ def sync(model: nn.Module, process_group: ProcessGroup | None = None) -> nn.Modu
 
 
 def unsync(model: nn.Module) -> nn.Module:
-    """Statistics of each process alone again; values and buffers stay as they are."""
+    """Let each process use its own statistics again. Parameters and buffers stay as they are."""
     check_model(model, "unsync")
     for layer in model.modules():
         if isinstance(layer, Norm):

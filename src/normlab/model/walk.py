@@ -1,4 +1,4 @@
-"""Walking a model: its layers by name, and putting others in their place."""
+"""Walk a model: find its layers by name, and put others in their place."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ _HOOKS = (
 )  # fmt: skip
 
 
-# --- walking -----------------------------------------------------------------------------------------------------
-
-
 class Chosen:
-    """``only`` as a question."""
+    """Whether ``only``, a regular expression or a function, chooses a module."""
 
     def __init__(self, only: Only) -> None:
         if isinstance(only, str):
@@ -48,7 +45,7 @@ class Chosen:
 
 
 def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every name it has, not inside normalization layers and parametrizations."""
+    """Every module under each of its names. Normalization layers and parametrizations are not entered."""
     yield name, module
     if is_norm(module):
         return
@@ -67,7 +64,7 @@ def named(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[l
 
 
 def put(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
-    """Replace modules, by their id, wherever they stand."""
+    """Replace modules everywhere in ``model``. ``new`` has their replacements, by the id of the old module."""
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
             if child is not None and id(child) in new:
@@ -78,7 +75,9 @@ def put(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
 def carry_hooks(new: nn.Module, old: nn.Module) -> None:
     """Let hooks of ``old`` run on ``new``."""
     for name in _HOOKS:
-        if getattr(old, name, None):  # the very dictionary: a handle that removes a hook removes it here too
+        if getattr(
+            old, name, None
+        ):  # the same dictionary, so that the handles of the old module remove hooks here too
             setattr(new, name, getattr(old, name))
     if hasattr(old, "_is_full_backward_hook"):
         new._is_full_backward_hook = old._is_full_backward_hook

@@ -1,4 +1,4 @@
-"""Weight normalization, and taking parametrizations off."""
+"""Weight normalization, and the removal of parametrizations."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def normalize_weights(model: nn.Module, chosen: Chosen, done: Report) -> None:
             weight: Any = module.weight
             weight_norm(module, dim=1 if isinstance(module, TRANSPOSED) else 0)
             for parameter in module.parametrizations["weight"].parameters():  # type: ignore[index, union-attr]
-                parameter.data = parameter.data.clone()  # the direction is the old weight itself
+                parameter.data = parameter.data.clone()  # torch's direction is the old weight, not a copy
                 parameter.requires_grad_(weight.requires_grad)
             module.__dict__["_normlab_weight"] = Original(weight, weight.device, weight.dtype)
             done.converted.append(Converted(names[0], kind, "weight_norm", SAME))
 
 
 def unparametrize(module: nn.Module) -> None:
-    """Leave the weight as it is now, without its parametrization."""
+    """Remove the parametrization of the weight, which keeps its present value."""
     kind: Any = type(module)
-    # Deep copies share the class that holds the parametrization, and taking it off one would break the others.
+    # Deep copies share the class that holds the parametrization. Removing it there would break the other copies.
     own = {n: v for n, v in vars(kind).items() if n not in ("__dict__", "__weakref__")}
     own_class: Any = type(kind.__name__, kind.__bases__, own)
     module.__class__ = own_class
     learns = any(p.requires_grad for p in module.parametrizations["weight"].parameters())  # type: ignore[index, union-attr]
     remove_parametrizations(module, "weight")
-    weight: Any = module.weight  # torch makes a buffer of what does not require gradients
+    weight: Any = module.weight  # torch makes it a buffer where no gradient is required
     module.weight = nn.Parameter(weight.detach(), requires_grad=learns)
 
 
@@ -56,5 +56,5 @@ def restore_weight(module: nn.Module, before: Original) -> None:
     if now.device != before.device or now.dtype != before.dtype:
         weight = nn.Parameter(weight.detach().to(now.device, now.dtype), requires_grad=weight.requires_grad)
     others = {n: p for n, p in module._parameters.items() if n != "weight"}
-    module._parameters.clear()  # the weight comes first again, so that the order of parameters is what it was
+    module._parameters.clear()  # the weight comes first again: an optimizer's state goes by the order
     module._parameters.update({"weight": weight, **others})

@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from ..engine.coefficients import unpack
 from ..engine.contract import Coefficients, Moments, PooledRule, Rule
 from ..engine.messages import check_number, nearest
-from ..engine.numerics import at_least_single
+from ..engine.numerics import at_least_float32
 from ..engine.rows import Rows, take
 from .plans import Plan, Segments
 from .pools import group
@@ -83,7 +83,7 @@ def compose(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tens
     weight = bias = None
     for w, b in terms:
         if len(terms) > 1:  # each product of half parameters would be rounded
-            w, b = at_least_single(w), at_least_single(b)
+            w, b = at_least_float32(w), at_least_float32(b)
         weight = w if weight is None else weight * w
         bias = b if bias is None else torch.addcmul(b, bias, w)
     return weight, bias

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..engine.contract import Rule
 from ..engine.messages import check_number
-from ..engine.numerics import at_least_single
+from ..engine.numerics import at_least_float32
 from . import pools as _pools
 from .base import Kernels, PlainPool, Recorded, Sources, Statistics
 from .pools import Pool, parse_pool
@@ -106,7 +106,7 @@ class Mixture(Statistics):
     def logits(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Two, of which softmax makes the weights."""
         if self.weighting == "sparsestmax":
-            both = at_least_single(torch.stack((p["mean_weight"], p["var_weight"])))
+            both = at_least_float32(torch.stack((p["mean_weight"], p["var_weight"])))
             return sparsest_logits(both, p["radius"]).unbind()
         return p["mean_weight"], p["var_weight"]
 
@@ -175,7 +175,7 @@ class Mixture(Statistics):
 
 
 def _sparsest(mean_weight: Tensor, var_weight: Tensor, radius: Tensor) -> Tensor:
-    return sparsestmax(at_least_single(torch.stack((mean_weight, var_weight))), radius, dim=1)
+    return sparsestmax(at_least_float32(torch.stack((mean_weight, var_weight))), radius, dim=1)
 
 
 def _switchable(pools: Sequence[str | Pool] = ("instance", "layer", "batch"), groups: int = 1) -> Mixture:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..engine.backends import must_trace
 from ..engine.coefficients import like_affine
 from ..engine.expression import differentiate, wants_plain
-from ..engine.numerics import at_least_single
+from ..engine.numerics import at_least_float32
 from .base import Kernels, PlainPool, Statistics
 from .registry import register
 
@@ -107,7 +107,7 @@ def plain_positions(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True
 ) -> Tensor:
     """By operators that autograd differentiates; ``weight`` and ``bias`` are ``[1, C]`` or ``[N, C]``, or ``[C]``."""
-    wide = at_least_single(x)
+    wide = at_least_float32(x)
     # Not var_mean, which warns of an empty batch.
     apart = wide - wide.mean(1, keepdim=True) if centered else wide
     y = apart * torch.rsqrt(apart.square().mean(1, keepdim=True) + eps)
@@ -134,7 +134,7 @@ def _place(t: Tensor, x: Tensor) -> Tensor:
 
 def _standardize(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """The standardized input and the reciprocal deviation of each position; channels last takes torch's layer norm."""
-    wide = at_least_single(x)
+    wide = at_least_float32(x)
     last = wide.movedim(1, -1)
     if last.is_contiguous() and centered:
         out, _, reciprocal = torch.native_layer_norm(last, [x.shape[1]], None, None, eps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engine.contract import Coefficients, Moments
-from ..engine.numerics import at_least_single
+from ..engine.numerics import at_least_float32
 from . import pools as _pools
 from .base import Recorded, Sources, running_statistics
 from .plans import Plan, Pooled, Segments
@@ -187,4 +187,4 @@ class RecordedWeightedPools(Recorded):
 
 
 def softmax_weights(mean_weight: Tensor, var_weight: Tensor) -> Tensor:
-    return torch.softmax(at_least_single(torch.stack((mean_weight, var_weight))), 1)
+    return torch.softmax(at_least_float32(torch.stack((mean_weight, var_weight))), 1)
