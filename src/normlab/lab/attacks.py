@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -125,11 +125,6 @@ class Attack:
         if not self.clip_start:
             words.append("start not clipped")
         return " ".join(words)
-
-    def with_eps(self, eps: float) -> Attack:
-        """The same attack at another size; the step keeps its proportion to ``eps``."""
-        share = self.step / self.eps if self.eps else _step(self.kind, 1.0, self.steps)
-        return replace(self, eps=eps, step=share * eps)
 
     def check_radius(self, deviations: Sequence[float], dimension: int) -> None:
         """Refuse a ball that holds every image: pixels run from 0 to 1."""

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from .loop import Watcher
 from .measurements import mean_of
 from .settings import Settings
+from .watcher import Watcher
 
 __all__ = ["Clock", "Lines", "Screen", "watcher"]
 

@@ -41,14 +41,12 @@ from .predict import (
     BETWEEN,
     Mixed,
     accuracy,
-    affinity,
     check_logits,
     counted,
     device_of,
     predict_with,
     predictions,
     routed,
-    transfer,
     unanswered_words,
 )
 from .texts import flag, one_of, split, step, target, within, written
@@ -57,8 +55,8 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "affinity", "budget", "measure", "not_finite",
-    "parse", "parse_list", "predict_with", "predictions", "transfer",
+    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "budget", "measure", "not_finite",
+    "parse", "predict_with", "predictions",
 ]  # fmt: skip
 
 Progress = Callable[[str, int, int], None]  # the measurement, batches done, batches in all
@@ -362,8 +360,3 @@ def _read(name: str, key: str, value: str) -> Any:
     if not parts:
         raise LabError("the list is empty")
     return tuple(_READERS[key](part) for part in parts)
-
-
-def parse_list(text: str) -> list[Measurement]:
-    """Several measurements from one text, at the commas outside of brackets: ``clean, noise(0.5), bim``."""
-    return [parse(part) for part in split(text)]

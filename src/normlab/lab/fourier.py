@@ -8,9 +8,9 @@ value for each bandwidth: the accuracy when only the lower frequencies are left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from .seeds import generator
 if TYPE_CHECKING:
     from .data import Data, Images
 
-__all__ = ["Curve", "basis", "frequencies", "heat_map", "low_pass", "low_pass_curve"]
+__all__ = ["basis", "frequencies", "heat_map", "low_pass"]
 
 Predict = Callable[[Tensor], Tensor]  # pixels [N, C, H, W] -> logits or probabilities [N, K]
 Progress = Callable[[int, int], None]  # done, of all
@@ -136,49 +136,6 @@ def _kept(size: int, band: int, device: torch.device) -> Tensor:
     k = torch.arange(size, device=device)
     k = torch.where(k < (size + 1) // 2, k, k - size)  # 0, 1, ..., -2, -1
     return (k >= -(band // 2)) & (k < band - band // 2)
-
-
-class Curve(NamedTuple):
-    """Accuracy in per cent against bandwidth."""
-
-    bands: list[int]
-    accuracy: list[float]
-
-
-def low_pass_curve(
-    model: nn.Module | Predict,
-    data: Data | Images | tuple[Tensor, Tensor],
-    bands: Sequence[int] | None = None,
-    *,
-    count: int | None = 500,
-    clip: bool = False,
-    batch_size: int | None = None,
-    progress: Progress | None = None,
-) -> Curve:
-    """Accuracy on low-passed images at each bandwidth, all of them where none are given.
-
-    ``count`` is how many images are used, the first ones; None is all. The other arguments are those of
-    :func:`heat_map` and :func:`low_pass`.
-    """
-    x, y = _images(data)
-    x, y = x[:count], y[:count]
-    device = device_of(model) if isinstance(model, nn.Module) else x.device
-    size = batch_size or batch_size_for(device)
-    bands = list(range(1, max(x.shape[-2:]) + 1)) if bands is None else list(bands)
-    accuracy, lost = [], torch.zeros((), dtype=torch.int64, device=device)
-    with torch.no_grad(), as_found(model) if isinstance(model, nn.Module) else nullcontext():
-        for done, band in enumerate(bands, 1):
-            right = torch.zeros((), dtype=torch.int64, device=device)
-            for at in range(0, len(y), size):
-                part, labels = x[at : at + size].to(device), y[at : at + size].to(device)
-                scores = model(low_pass(part, band, clip=clip))
-                right += among(scores, labels, 1).sum()
-                lost += (~answered(scores)).sum()
-            accuracy.append(100 * right.item() / len(y))
-            if progress is not None:
-                progress(done, len(bands))
-    tell_unanswered(model, int(lost), len(y) * len(bands))
-    return Curve(bands, accuracy)
 
 
 def _images(data: Data | Images | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

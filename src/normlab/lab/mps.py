@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from .loop import Watcher
+from .watcher import Watcher
 
 __all__ = ["serving", "shared"]
 

@@ -20,20 +20,18 @@ from torch.nn import functional as F
 
 from ..engine.numerics import widest
 from ..model.routing import route
-from .attacks import Attack, as_found
-from .data import augment, pixels
+from .attacks import as_found
+from .data import pixels
 from .errors import LabError, NotFinite, warn
 from .mixing import branches_of, mixed_branches, pair_of
-from .seeds import generator
 
 if TYPE_CHECKING:
-    from .augmentations import Augmentation
     from .data import Data
 
 __all__ = [
-    "BETWEEN", "Change", "Mixed", "Score", "Unanswered", "accuracy", "accuracy_between", "accuracy_under", "affinity",
+    "BETWEEN", "Change", "Mixed", "Score", "Unanswered", "accuracy", "accuracy_between",
     "among", "answered", "batch_size_for", "check_logits", "counted", "device_of", "predict_with", "predictions",
-    "routed", "score_under", "tell_unanswered", "transfer", "unanswered_words",
+    "routed", "score_under", "tell_unanswered", "unanswered_words",
 ]  # fmt: skip
 
 Change = Callable[[Tensor, Tensor], Tensor]  # pixels [N, C, H, W] and labels [N] to changed pixels
@@ -49,21 +47,7 @@ def predictions(model: nn.Module, x: Tensor, *, batch_size: int | None = None) -
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor, batch_size: int | None = None, *, top: int = 1) -> float:
     """Per cent of images whose class is among the ``top`` highest logits."""
-    return accuracy_under(None, model, x, y, batch_size, top=top)
-
-
-def accuracy_under(
-    change: Change | None,
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    batch_size: int | None = None,
-    *,
-    top: int = 1,
-    seen: Callable[[int, Tensor], None] = lambda first, x: None,
-) -> float:
-    """The same after a change of the images; ``seen`` is shown each changed batch and the number of its first image."""
-    return score_under(change, model, x, y, batch_size, top=top, seen=seen).accuracy
+    return score_under(None, model, x, y, batch_size, top=top).accuracy
 
 
 class Score(NamedTuple):
@@ -307,55 +291,3 @@ def routed(model: nn.Module, branch: str) -> route:
         return route(model, branch=branch)
     except (ValueError, TypeError) as error:
         raise LabError(str(error)) from error
-
-
-def affinity(
-    model: nn.Module,
-    data: Data,
-    augmentation: Augmentation | str | Callable[[Tensor, torch.Generator], Tensor] | None = None,
-    *,
-    seed: int = 0,
-    batch_size: int | None = None,
-) -> float:
-    """Accuracy on augmented test images minus accuracy on clean ones, in points.
-
-    For a model that was trained without any augmentation it says how far the augmentation leaves the data
-    (Gontijo-Lopes et al., "Affinity and Diversity"). ``augmentation`` is one of the lab's or its text, such as
-    ``"cutout"``, or takes pixels and a generator; without one it is the data set's own crops and mirror images.
-    """
-    from .augmentations import Augmentation, parse_augmentation
-
-    draw = generator(seed, "affinity", device=device_of(model))
-    if augmentation is None and not (data.flip or data.crop):
-        raise LabError(
-            f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure"
-        )
-    if isinstance(augmentation, (str, Augmentation)):
-        augmentation = parse_augmentation(augmentation).on_pixels(data)
-    change = augmentation or (lambda x, g: augment(x, data, g))
-    after = accuracy_under(lambda x, y: change(x, draw), model, data.test.x, data.test.y, batch_size)
-    return after - accuracy(model, data.test.x, data.test.y, batch_size)
-
-
-def transfer(
-    source: nn.Module,
-    target: nn.Module,
-    attack: Attack,
-    x: Tensor,
-    y: Tensor,
-    *,
-    seed: int = 0,
-    batch_size: int | None = None,
-    top: int = 1,
-) -> float:
-    """Accuracy of ``target`` on images that were made to fool ``source``: a black-box attack.
-
-    In standardised units the unit is the source's. A model as its own target is the white-box attack.
-    """
-    draw = generator(seed, "attack", device=device_of(source))
-    home, away = device_of(source), device_of(target)
-
-    def change(x: Tensor, y: Tensor) -> Tensor:
-        return attack(source, x.to(home), y.to(home), generator=draw).to(away)
-
-    return accuracy_under(change, target, x, y, batch_size, top=top)

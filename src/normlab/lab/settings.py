@@ -38,7 +38,7 @@ class Settings:
 
     >>> Settings(norm="none", epochs=3).with_(lr=0.1).lr
     0.1
-    >>> Settings.from_toml(Settings(norm="group(8)").to_toml()) == Settings(norm="group(8)")
+    >>> Settings.from_values(Settings(norm="group(8)").values()) == Settings(norm="group(8)")
     True
     """
 
@@ -137,16 +137,6 @@ class Settings:
 
     def to_toml(self) -> str:
         return toml.dumps(self.values())
-
-    @classmethod
-    def from_toml(cls, text: str, *, source: str = "the settings") -> Settings:
-        import tomllib
-
-        try:
-            values = tomllib.loads(text)
-        except ValueError as error:
-            raise LabError(f"{source}: not TOML: {error}.") from error
-        return cls.from_values(values, source=source)
 
     @classmethod
     def read(cls, path: str | Path) -> Settings:

@@ -25,11 +25,13 @@ import torch
 from ..engine.messages import words
 from .errors import LabError
 from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, names_of
-from .loop import Watcher, arithmetic, fit, load_weights
+from .loop import arithmetic, fit
 from .results import Results, Row, Run, differences, read_results, read_run
+from .run_state import load_weights
 from .settings import Settings
 from .store import append_line, load_checkpoint, locked, read_records, write_atomic
 from .torchrun import led, together
+from .watcher import Watcher
 from .workers import Crew, crew_for, run_jobs
 
 if TYPE_CHECKING:

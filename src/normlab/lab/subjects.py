@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LabError
-from .loop import load_weights
+from .run_state import load_weights
 from .settings import Settings
 from .store import load_checkpoint
 from .study import build_model, load_data, load_model

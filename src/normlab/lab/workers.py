@@ -27,10 +27,10 @@ import torch
 
 from . import mps
 from .errors import LabError, of_memory
-from .loop import Watcher
 from .settings import Settings
 from .store import Busy
 from .torchrun import led
+from .watcher import Watcher
 
 __all__ = ["Crew", "Job", "check_processes", "crew_for", "longest_first", "run_jobs", "threads_for"]
 

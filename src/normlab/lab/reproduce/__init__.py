@@ -23,7 +23,7 @@ from .base import Context, Entry, Outcome, Scale, as_text
 from .grid import check_only
 
 if TYPE_CHECKING:
-    from ..loop import Watcher
+    from ..watcher import Watcher
 
 __all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "listing", "parse_only", "run"]
 

@@ -18,9 +18,9 @@ from .figures import Value
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..loop import Watcher
     from ..settings import Settings
     from ..study import Results
+    from ..watcher import Watcher
 
 __all__ = [
     "Context",

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine.messages import words
 from ..errors import LabError
-from ..loop import Watcher
 from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
 from ..store import Busy, locked, read_log, read_records
+from ..watcher import Watcher
 from .base import Context, compared, recalled, remember
 from .figures import Value
 

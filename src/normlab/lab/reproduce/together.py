@@ -29,8 +29,8 @@ from ..store import save_checkpoint, write_atomic, write_lines
 from ..study import build_model
 
 if TYPE_CHECKING:
-    from ..loop import Watcher
     from ..models import Classifier
+    from ..watcher import Watcher
 
 __all__ = ["can_join", "groups", "train_together"]
 
