@@ -54,7 +54,7 @@ def curves(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    from ..report.gather import series_of
+    from ..report.columns import series_of
     from ..report.palette import COLOURS
 
     wide, high = min(len(panels), 2), -(-len(panels) // 2)
