@@ -47,16 +47,8 @@ _HOME = {
     "study": ("Results", "Run", "Study", "compare", "load_model", "read_results", "run_study", "train"),
 }
 _MODULES = (
-    "analysis",
-    "attacks",
-    "augmentations",
-    "corruptions",
-    "fourier",
-    "mixing",
-    "reproduce",
-    "torchrun",
-    *_HOME,
-)
+    "analysis", "attacks", "augmentations", "corruptions", "fourier", "mixing", "reproduce", "torchrun", *_HOME,
+)  # fmt: skip
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - in the order of use

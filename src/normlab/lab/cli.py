@@ -19,17 +19,8 @@ __all__ = ["main"]
 
 # What the extra `lab` installs, and timm; the absence of anything else is a fault, and shown as one.
 _EXTRA = {
-    "typer",
-    "rich",
-    "jinja2",
-    "matplotlib",
-    "safetensors",
-    "sklearn",
-    "mlxtend",
-    "torchvision",
-    "timm",
-    "numpy",
-}
+    "typer", "rich", "jinja2", "matplotlib", "safetensors", "sklearn", "mlxtend", "torchvision", "timm", "numpy",
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,17 +21,9 @@ from torch import Tensor
 from .errors import LabError
 
 __all__ = [
-    "Busy",
-    "append_line",
-    "load_checkpoint",
-    "locked",
-    "read_lines",
-    "read_log",
-    "read_records",
-    "save_checkpoint",
-    "write_atomic",
-    "write_lines",
-]
+    "Busy", "append_line", "load_checkpoint", "locked", "read_lines", "read_log", "read_records", "save_checkpoint",
+    "write_atomic", "write_lines",
+]  # fmt: skip
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _META = "normlab"  # the one key of a safetensors file's metadata that is ours; its value is JSON

@@ -18,17 +18,8 @@ if TYPE_CHECKING:
     from ..data import Data
 
 __all__ = [
-    "Crop",
-    "Cutout",
-    "Flip",
-    "Gaussian",
-    "Identity",
-    "Standard",
-    "coloured",
-    "covered",
-    "cut",
-    "moved",
-]
+    "Crop", "Cutout", "Flip", "Gaussian", "Identity", "Standard", "coloured", "covered", "cut", "moved",
+]  # fmt: skip
 
 
 def covered(x: Tensor, fill: str) -> Tensor:

@@ -16,26 +16,9 @@ if TYPE_CHECKING:
     from ..results import Run
 
 __all__ = [
-    "Cell",
-    "Column",
-    "Comparison",
-    "ComparisonRow",
-    "Config",
-    "Course",
-    "Curve",
-    "Evaluation",
-    "GridLine",
-    "GridMap",
-    "HeatMap",
-    "Importance",
-    "Look",
-    "Quantity",
-    "Samples",
-    "Series",
-    "View",
-    "cell",
-    "gap",
-]
+    "Cell", "Column", "Comparison", "ComparisonRow", "Config", "Course", "Curve", "Evaluation", "GridLine", "GridMap",
+    "HeatMap", "Importance", "Look", "Quantity", "Samples", "Series", "View", "cell", "gap",
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- statistics

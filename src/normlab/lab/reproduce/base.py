@@ -23,16 +23,8 @@ if TYPE_CHECKING:
     from ..watcher import Watcher
 
 __all__ = [
-    "Context",
-    "Entry",
-    "Outcome",
-    "Scale",
-    "as_text",
-    "compared",
-    "recalled",
-    "remember",
-    "save_figure",
-]
+    "Context", "Entry", "Outcome", "Scale", "as_text", "compared", "recalled", "remember", "save_figure",
+]  # fmt: skip
 
 Scale = Literal["default", "full", "smoke"]  # smoke: a few images and one epoch, to see that everything runs
 

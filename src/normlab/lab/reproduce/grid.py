@@ -31,17 +31,8 @@ if TYPE_CHECKING:
     from ..study import Results, Run
 
 __all__ = [
-    "Case",
-    "Cells",
-    "Column",
-    "Grid",
-    "by_seed",
-    "check_only",
-    "draw_rows",
-    "kept_model",
-    "run_grid",
-    "settings_for",
-]
+    "Case", "Cells", "Column", "Grid", "by_seed", "check_only", "draw_rows", "kept_model", "run_grid", "settings_for",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
