@@ -1,8 +1,8 @@
-"""Which frequencies a model relies on: the Fourier heat map and the low-pass curve.
+"""Which frequencies a model relies on: the Fourier heat map and low-pass filtered images.
 
 Both follow "A Fourier Perspective on Model Robustness in Computer Vision" (Yin et al.). A heat map has a value for each
-frequency: the error when a wave of that frequency, of fixed strength, is added to every image. A low-pass curve has a
-value for each bandwidth: the accuracy when only the lower frequencies are left.
+frequency: the error when a wave of that frequency, of fixed strength, is added to every image. A low-pass filter
+keeps the lower frequencies alone.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ def heat_map(
 ) -> Tensor:
     """Error in [0, 1] under a wave of each frequency: [H, W], frequency 0 in the middle, at [H // 2, W // 2].
 
-    To each channel of each image ``norm`` times the wave is added, its sign drawn for each channel and image, to pixels
-    in [0, 1], which are clipped to [0, 1] afterwards. Waves of (i, j) and (-i, -j) are the same: half are evaluated.
+    ``norm`` times the wave is added to each channel of each image, with a random sign for each. Pixels are then clipped
+    to [0, 1]. The waves of (i, j) and (-i, -j) are the same, so half of them are evaluated.
 
     Args:
-        model: a module, which is put in evaluation mode and left as it was found, or any function from pixels to scores
-            [N, K], such as a mixture of branches. The branch is the one routed where this is called.
+        model: a module, which is measured in evaluation mode and not changed, or any function from pixels to scores
+            [N, K]. The branch is the one that is routed.
         data: a data set, of which the test images are used, or images and labels.
         norm: the l-2 norm of what is added to a channel. 8 is the weak augmentation paper's; Yin et al. use 4 for
             images of 32 pixels.
         batch_size: images at once; small sets are given several waves at once.
         seed: of the signs.
-        top: an image is right where its class is among so many of the highest scores.
+        top: an image is right if its class is among this many highest scores.
         progress: called with the number of waves done and that of all.
     """
     if not norm > 0:
@@ -117,7 +117,7 @@ def low_pass(x: Tensor, band: int, *, clip: bool = False) -> Tensor:
 
     An odd band keeps -(band - 1) / 2 to (band - 1) / 2 in both directions. An even one keeps one more on the negative
     side and the real part of what becomes of it, so that the full size is the identity. Without ``clip`` the result may
-    leave [0, 1] a little, as ringing does.
+    leave [0, 1] a little.
     """
     x, (h, w) = pixels(x), x.shape[-2:]
     if not 1 <= band <= max(h, w):

@@ -20,7 +20,7 @@ _WARM_UP = 3  # steps that run before one is captured, so that allocators and li
 
 
 def fused(model: nn.Module, ctx: Context) -> nn.Module:
-    """On CUDA: the model with activations and additions inside the kernels of its norm layers. It shares its tensors."""
+    """On CUDA, the model with activations and additions in the kernels of its norm layers. Tensors are shared."""
     from .data import pixels
 
     if ctx.device.type != "cuda":

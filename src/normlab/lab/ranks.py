@@ -1,8 +1,8 @@
 """Several processes share one training, each with its own device: parts of a batch, and what is exchanged.
 
-Each process (a rank) takes its part of the rows of a batch and weighs its loss by their number. Gradients are summed. So
-a step is, up to rounding, the step of one process with the whole batch, if samples do not depend on each other. Batch
-statistics are each rank's own unless they are synchronized.
+Each process (a rank) takes its part of the rows of a batch and weighs its loss by their number. Gradients are summed.
+So a step is, up to rounding, the step of one process with the whole batch, if samples do not depend on each other.
+Batch statistics are each rank's own unless they are synchronized.
 
 Gradients are summed here, after backward, and not by ``DistributedDataParallel``. Its hooks do not allow, or need
 settings for, a step that runs the model several times, skips the parameters of another branch, or differentiates
@@ -152,9 +152,7 @@ class Ranks:
         if self.world == 1:
             return
         buffers = {id(b): b for b in model.buffers()}
-        exact = {
-            i: b.double() for i, b in buffers.items() if b.is_floating_point()
-        }  # float64, so that equal values stay equal
+        exact = {i: b.double() for i, b in buffers.items() if b.is_floating_point()}  # exact for equal values
         total = [
             (id(mean), id(var)) for m in model.modules() if isinstance(m, Norm) for mean, var in _total(m)
         ]

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["render"]
 
 HERE = Path(__file__).parent
-HEAVY = 400_000  # bytes of a drawing from which its picture in pixels is taken, where there is one beside it
-LIMIT = 24  # configurations whose own curves and samples are shown; a grid of hundreds would make a page nobody opens
+HEAVY = 400_000  # bytes of a drawing above which the PNG beside it is used instead
+LIMIT = 24  # configurations with curves and samples of their own; hundreds would make the page too large
 SECTIONS = (
     ("robustness", ("epsilon", "noise", "severity")),
     ("frequency", ("bandwidth",)),
@@ -49,7 +49,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Block:
-    """Curves of one kind, and whatever else stands in their section."""
+    """A section of curves."""
 
     id: str
     name: str
@@ -141,7 +141,7 @@ def style() -> str:
 
 
 def sections(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the page has, for its table of contents."""
+    """The sections of the page, for its table of contents."""
     beside = values["comparisons"] or values["pictures"]
     there = [] if beside and not values["view"].configs else [("result", "Result")]
     if beside:
@@ -171,7 +171,7 @@ def title_of(view: View) -> str:
 
 
 def asked(view: View, results: Results | None) -> str:
-    """What was asked, in a sentence."""
+    """What was compared, in a sentence."""
     if not view.configs:
         return ""
     axes = [
@@ -207,7 +207,7 @@ def error_note(view: View) -> str:
 
 
 def streams_note(view: View) -> str:
-    """What the learning curves without a branch in their name are of, where runs have two."""
+    """If runs have two branches: what the learning curves without a branch in their name show."""
     pairs = dict.fromkeys(c.streams for c in view.courses if c.streams)
     if not pairs:
         return ""
@@ -265,7 +265,7 @@ def command_of(results: Results | None) -> str:
 
 
 def facts(view: View, results: Results | None) -> list[tuple[str, str]]:
-    """Versions, machine and time, as the records have them; several where runs were made on several."""
+    """Versions, machines and time, from the records."""
     found: dict[str, dict[str, None]] = {}
     measuring = 0.0
     for config in view.configs:
@@ -303,7 +303,7 @@ def duration(seconds: float) -> str:
 
 
 def glance(view: View, safe: Any) -> str:
-    """Only where it says more than the table: several configurations, few enough to tell apart."""
+    """Drawn for several configurations that are few enough to tell apart."""
     columns = [c for c in view.columns if c.unit == "%" and not c.whole]
     few = 2 <= len(view.configs) <= 10 and 2 <= len(columns) <= 16
     return safe(marks.glance(columns, view.configs)) if few else ""
@@ -396,7 +396,7 @@ def importance_block(view: View, safe: Any) -> list[tuple[str, str]]:
 
 
 def drawable(found: Comparison) -> bool:
-    """A table of a few dozen figures is a picture; a longer one is not."""
+    """Whether a table is short enough to draw."""
     return 2 <= sum(r.paper is not None for r in found.rows) <= 40
 
 
