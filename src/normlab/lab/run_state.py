@@ -18,9 +18,10 @@ from .recipes import Context, Recipe
 from .store import append_line, load_checkpoint, read_log, save_checkpoint, write_lines
 
 if TYPE_CHECKING:
+    from .data import Data
     from .settings import Settings
 
-__all__ = ["History", "RunState", "load_weights"]
+__all__ = ["History", "RunState", "about_run", "load_weights"]
 
 
 @dataclass
@@ -98,17 +99,8 @@ class RunState:
         save_checkpoint(folder / "best.safetensors", self.best_state, meta)
 
     def _about(self, epoch: int) -> dict[str, Any]:
-        """What a checkpoint says about itself: enough to build the model again without its data."""
-        data, settings = self.ctx.data, self.ctx.settings
-        like = {"name": data.name, "channels": data.channels, "size": data.size, "classes": data.classes}
-        like |= {"mean": data.mean, "std": data.std}
-        return {
-            "settings": settings.values(),
-            "digest": settings.digest(),
-            "recipe": _described(self.recipe),
-            "epoch": epoch,
-            "data": like,
-        }
+        """What a checkpoint says about itself."""
+        return about_run(self.ctx.settings, self.ctx.data, epoch) | {"recipe": _described(self.recipe)}
 
     def give_best(self) -> None:
         """Load the kept weights into the model and put it in evaluation mode."""
@@ -180,6 +172,13 @@ class RunState:
         if lines:
             write_lines(folder / "log.jsonl", [])  # the state of these epochs was never stored
         return History()
+
+
+def about_run(settings: Settings, data: Data, epoch: int) -> dict[str, Any]:
+    """What a checkpoint needs to build its model again without the data."""
+    names = ("name", "channels", "size", "classes", "mean", "std")
+    like = {name: getattr(data, name) for name in names}
+    return {"settings": settings.values(), "digest": settings.digest(), "epoch": epoch, "data": like}
 
 
 def _others(meta: dict[str, Any], settings: Settings) -> str:

@@ -194,9 +194,8 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") ->
         if part:
             tensors = part
             break
-    options = tuple(
-        (k, v) for k, v in settings.options if k != "weights"
-    )  # the initial weights are not needed
+    # The initial weights are not needed.
+    options = tuple((k, v) for k, v in settings.options if k != "weights")
     model = build_model(replace(settings, options=options), SimpleNamespace(**meta["data"])).to(device)
     try:
         load_weights(model, tensors, path)

@@ -111,9 +111,8 @@ def _told(error: Exception) -> str:
     """An error of the user's code in a line: its kind, what it says, and where it is from."""
     said = f"{type(error).__name__}: {str(error) or 'no message'}"
     last = traceback.extract_tb(error.__traceback__)[-1]
-    here = (
-        isinstance(error, SyntaxError) or last.filename == __file__
-    )  # it names the place itself, or the call failed
+    # It names the place itself, or the call failed.
+    here = isinstance(error, SyntaxError) or last.filename == __file__
     return said if here else f"{said} ({last.filename}, line {last.lineno})"
 
 

@@ -1,7 +1,7 @@
 """Residual networks for small images: those for CIFAR, pre-activation ResNet-18, Wide ResNets, and all with Fixup.
 
-Parameters of the CIFAR networks have the names of published weights, ``layer1.0.conv1.weight``. ``bn1`` is the norm that
-was asked for. Convolutions have a bias only if no norm follows them.
+Parameters of the CIFAR networks have the names of published weights, ``layer1.0.conv1.weight``. ``bn1`` is the norm
+that was asked for. Convolutions have a bias only if no norm follows them.
 """
 
 from __future__ import annotations

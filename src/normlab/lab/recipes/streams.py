@@ -157,9 +157,8 @@ class TwoStreams(Classify):
                     found |= {prefix + name: v for name, v in super().evaluate(model, ctx).items()}
                 if stream.adversary is not None:
                     score = attacked_score(model, ctx, stream.adversary.attack)
-                    prefix = (
-                        f"{stream.branch}_" if "attacked_accuracy" in found else ""
-                    )  # if both streams attack
+                    # If both streams attack.
+                    prefix = f"{stream.branch}_" if "attacked_accuracy" in found else ""
                     found |= {
                         f"{prefix}attacked_accuracy": score.accuracy,
                         f"{prefix}attacked_test_loss": score.loss,

@@ -65,9 +65,8 @@ def svg(figure: Figure, alt: str) -> str:
 
     buffer = io.StringIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing"
-        )  # the browser draws the text, in its own fonts
+        # The browser draws the text, in its own fonts.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(
             buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )

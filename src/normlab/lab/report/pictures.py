@@ -23,9 +23,8 @@ def heat_maps(configs: Sequence[Config]) -> list[HeatMap]:
     for name, by in collect(configs, "grid").items():
         first = next(iter(by.values()))[0]
         rest = {k: v for k, v in given_to(first).items() if k not in WHO}
-        alone = (
-            name if first.get("arguments") is None else ""
-        )  # without arguments, only the name tells maps apart
+        # Without arguments, only the name tells maps apart.
+        alone = name if first.get("arguments") is None else ""
         groups.setdefault(repr((first.get("kind", name), alone, first.get("n"), rest)), {})[name] = by
     maps = []
     for group in groups.values():

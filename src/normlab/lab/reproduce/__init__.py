@@ -27,13 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "listing", "parse_only", "run"]
 
-PAPERS = (
-    "vulnerability",
-    "weak_augment",
-    "sandwich",
-    "batch_group",
-    "switchable",
-)  # modules of this package with ENTRIES, by the paper's short name
+# Modules of this package with ENTRIES, by the paper's short name.
+PAPERS = ("vulnerability", "weak_augment", "sandwich", "batch_group", "switchable")
 
 
 def entries() -> dict[str, Entry]:

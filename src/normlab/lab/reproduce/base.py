@@ -40,9 +40,8 @@ class Context:
     download: bool = False
     progress: Watcher | None = None
     seeds: tuple[int, ...] | None = None  # None: as many as the scale has
-    only: Mapping[str, str] = field(
-        default_factory=dict
-    )  # settings that a cell must have to be computed here
+    # Settings that a cell must have to be computed.
+    only: Mapping[str, str] = field(default_factory=dict)
     weights: Path | None = None  # of pretrained models
     images: Path | None = None  # of ImageNet's validation set
     capture: bool | None = None  # CUDA graphs; None: on CUDA

@@ -23,6 +23,7 @@ from ..loop import arithmetic
 from ..norms import parse_norm
 from ..predict import among
 from ..quick import Captured
+from ..run_state import about_run
 from ..seeds import generator
 from ..settings import Settings
 from ..store import save_checkpoint, write_atomic, write_lines
@@ -192,11 +193,7 @@ def _store(
     settings: Settings, home: Path, log: list[dict[str, Any]], state: dict[str, Tensor], data: Data
 ) -> None:
     """The files of a finished run, the weights before the log that says so: a folder without it is trained again."""
-    like = {"name": data.name, "channels": data.channels, "size": data.size, "classes": data.classes}
-    about = {
-        "settings": settings.values(), "digest": settings.digest(), "epoch": settings.epochs,
-        "data": like | {"mean": data.mean, "std": data.std},
-    }  # fmt: skip
+    about = about_run(settings, data, settings.epochs)
     write_atomic(home / "settings.toml", settings.to_toml())
     save_checkpoint(home / "best.safetensors", state, {"kind": "weights"} | about)
     write_lines(home / "log.jsonl", log)
