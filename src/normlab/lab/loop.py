@@ -175,7 +175,7 @@ class _Trainer:
                     self.watch.step(epoch + 1, step + 1, self.steps)
                     told = now
         sums = self.ranks.sum(torch.stack([*self.sums.values()]))
-        values = sums.div(self.images).tolist()  # the epoch's one wait for the device
+        values = sums.div(self.images).tolist()  # the only wait for the device in an epoch
         line = {"epoch": epoch + 1} | dict(zip(self.sums, values, strict=True))
         self.ranks.check_weights(self.model)
         if not self.sync:

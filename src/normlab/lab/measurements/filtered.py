@@ -22,14 +22,9 @@ def _fourier(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     from .. import fourier
 
     grid = fourier.heat_map(
-        subject.model,
-        subject.data,
-        norm=arguments["size"],
-        batch_size=subject.batch_size,
-        seed=subject.seed,
-        top=subject.top,
-        progress=subject.tell,
-    )
+        subject.model, subject.data, norm=arguments["size"], batch_size=subject.batch_size, seed=subject.seed,
+        top=subject.top, progress=subject.tell,
+    )  # fmt: skip
     error = 100 * grid.double().cpu()
     return {
         "accuracy": 100 - error.mean().item(),

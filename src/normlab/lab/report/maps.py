@@ -51,12 +51,8 @@ def colour_bar(scale: tuple[float, float], label: str) -> str:
     figure = new(44, 345)
     axes = place(figure, 10, 30, 10, 2)
     axes.imshow(
-        [[i / 255 for i in range(256)]],
-        cmap=SCALE,
-        aspect="auto",
-        extent=(*scale, 0, 1),
-        interpolation="none",
-    )
+        [[i / 255 for i in range(256)]], cmap=SCALE, aspect="auto", extent=(*scale, 0, 1), interpolation="none",
+    )  # fmt: skip
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.set_xlabel(label, labelpad=1)

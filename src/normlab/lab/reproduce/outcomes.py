@@ -24,7 +24,7 @@ def missing(*cells: Cells) -> str:
 
 
 def joined(ctx: Context, *cells: Cells) -> Results:
-    """The runs of several grids as one study's results; runs that they share stand once."""
+    """The runs of several grids as one study's results, without repeats."""
     first, *others = (c.results(ctx.folder) for c in cells)
     runs = {run.name: run for found in (first, *others) for run in found.runs}
     return type(first)(first.study, list(runs.values()))
@@ -41,7 +41,7 @@ def table(
     more: Sequence[Comparison] = (),
     figures: Sequence[Path] = (),
 ) -> Outcome:
-    """The outcome of a table: the comparison, drawn, and whatever else was found."""
+    """The outcome of a table: the comparison, its figure, and further comparisons and figures."""
     comparison = Comparison(title, rows, note + missing(*cells))
     pictures = [save_figure(draw_rows(comparison), ctx, name)] if rows else []
     return Outcome([comparison, *more], [*pictures, *figures], joined(ctx, *cells))
@@ -102,7 +102,7 @@ def _range(counts: set[int]) -> str:
 
 
 class Levels(NamedTuple):
-    """Cells of a table as lines: where each stands on the axis, and what is written there."""
+    """Cells of a table as lines: positions on the axis, and their labels."""
 
     title: str
     x_label: str
