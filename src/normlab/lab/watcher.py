@@ -1,4 +1,4 @@
-"""Who is told what a training and its measurements do: the base of all watchers, and the log for TensorBoard."""
+"""Progress of trainings and measurements: the base class of watchers, and the log for TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Board", "Watcher"]
 
 
 class Watcher:
-    """Is told what happens, as it happens. A subclass overrides the methods that it needs."""
+    """Receives events as they happen. A subclass overrides the methods that it needs."""
 
-    # Several runs may go on at once; what follows is of this one.
+    # Several runs may be in progress: the events that follow are of this one.
     def turn(self, settings: Settings) -> None: ...
     def run(self, settings: Settings, *, done_epochs: int) -> None: ...
     def step(self, epoch: int, step: int, steps: int) -> None: ...
