@@ -9,6 +9,7 @@ from torch import nn
 
 import normlab
 from normlab.lab import analysis
+from normlab.lab.analysis import affine
 from normlab.lab.errors import LabError
 
 
@@ -31,18 +32,6 @@ def test_importance_by_layer():
     assert analysis.importance(two_norms(normlab.BatchNorm2d)) == []
     branches = normlab.Norm2d(4, ("instance", "batch"), "branch", branches=("main", "aux"))
     assert normlab.importance(nn.Sequential(branches)) == {"0": {"instance": (0.5, 0.5), "batch": (0.5, 0.5)}}
-
-
-def test_importance_over_training_averages_layers():
-    log = [
-        {"epoch": 1, "importance": {"a": {"batch": (0.5, 0.4)}, "b": {"batch": (0.7, 0.2)}}},
-        {"epoch": 2},
-        {"epoch": 3, "importance": {"a": {"batch": (1.0, 1.0)}, "b": {"batch": (0.0, 0.0)}}},
-    ]
-    curve = analysis.importance_over_training(log)["batch"]
-    assert curve["epoch"] == [1, 3]
-    assert curve["mean"] == pytest.approx([0.6, 0.5])
-    assert curve["var"] == pytest.approx([0.3, 0.5])
 
 
 def test_capv_is_of_the_mean_of_the_product():
@@ -82,7 +71,7 @@ def test_effective_affine_read_and_measured_agree(make):
     assert read[0].mean == pytest.approx(expected.abs().mean().item())
     assert read[0].smallest == pytest.approx(expected.abs().min().item())
     assert read[0].largest == pytest.approx(expected.abs().max().item())
-    slopes = analysis._slopes(model, x)
+    slopes = affine._slopes(model, x)
     assert slopes["1"][0].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     assert slopes["1"][1].mean().item() == pytest.approx(read[0].shift, rel=1e-4)
     assert model.training

@@ -562,12 +562,6 @@ def test_names_say_the_units(attack: Attack, name: str) -> None:
     assert attack.name == name
 
 
-def test_another_eps_keeps_the_proportion() -> None:
-    attack = bim(0.03, units="standardised", step=0.003)
-    assert attack.with_eps(0.06) == bim(0.06, units="standardised", step=0.006)
-    assert attack.with_eps(0.0).step == 0
-
-
 def test_numbers_are_shown_as_written() -> None:
     for value in (8 / 255, 0.03, 1.0, 2.5, 1e-3, 51 / 255, 1 / 3, 0.0, 1e-9):
         text = shown(value)

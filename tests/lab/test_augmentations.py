@@ -30,7 +30,8 @@ from normlab.lab.augmentations.operators import Kind, apply
 from normlab.lab.augmentations.policies import AUTOAUGMENT_CIFAR10, Reach, arguments
 from normlab.lab.data import Data, Images, augment, pixels
 from normlab.lab.errors import LabError
-from normlab.lab.predict import accuracy, affinity
+from normlab.lab.evaluate import measure
+from normlab.lab.predict import accuracy
 from normlab.lab.seeds import generator
 
 MAPS = (Kind.ROTATE, Kind.SHEAR_X, Kind.SHEAR_Y, Kind.TRANSLATE_X, Kind.TRANSLATE_Y)
@@ -597,12 +598,13 @@ def test_affinity_takes_an_augmentation() -> None:
     data = toy(x)
     data = replace(data, test=Images(x, model(pixels(x)).argmax(1)))  # right on every clean image
     change = parse_augmentation("randaugment(n=2, m=9)").on_pixels(data)
-    found = affinity(model, data, "randaugment(n=2, m=9)", seed=5, batch_size=200)
+    texts = [f"affinity(augmentation={name})" for name in ("randaugment(n=2, m=9)", "identity")]
+    found, same = (r["scalars"]["affinity"] for r in measure(model, data, texts, seed=5, batch_size=200))
     after = accuracy(model, change(pixels(x), generator(5, "affinity")), data.test.y)
     assert found == pytest.approx(after - 100) and found < -5
-    assert affinity(model, data, parse_augmentation("identity")) == 0
+    assert same == 0
     with pytest.raises(LabError, match="two classes"):
-        affinity(model, data, "mixup")
+        measure(model, data, ["affinity(augmentation=mixup)"])
     with pytest.raises(
         LabError, match=r"floats in \[0, 1\], before standardisation; got torch.float32 from -1"
     ):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import normlab
 from normlab.lab.errors import LabError
-from normlab.lab.fourier import basis, frequencies, heat_map, low_pass, low_pass_curve
+from normlab.lab.fourier import basis, frequencies, heat_map, low_pass
 
 SIZES = [(32, 32), (8, 8), (7, 7), (6, 9), (5, 4)]
 
@@ -136,7 +136,6 @@ def test_a_model_is_left_as_found_and_its_branch_is_measured():
         main = heat_map(model, (x, y), norm=2.0)
     with normlab.route(model, branch="aux"):
         aux = heat_map(model, (x, y), norm=2.0)
-        low_pass_curve(model, (x, y), [1, 4, 8])
     assert all(m.training for m in model.modules())
     for k, v in model.state_dict().items():
         assert torch.equal(v, before[k]), k
@@ -189,25 +188,12 @@ def test_low_pass_clips_when_asked():
     torch.testing.assert_close(low_pass(bytes_, 9), low_pass(x, 9))
 
 
-def test_low_pass_curve_rises_where_the_model_looks():
-    h = w = 12
-    wave = basis(0, 3, h, w).float()
-    y = torch.randint(2, (30,))
-    x = 0.5 + (y.float() - 0.5).view(-1, 1, 1, 1) * wave  # the class is the sign of one frequency
-
-    def predict(x: Tensor) -> Tensor:
-        amount = (x * wave).sum((1, 2, 3))
-        return torch.stack((-amount, amount - 1e-3), 1)
-
-    calls: list[tuple[int, int]] = []
-    curve = low_pass_curve(predict, (x, y), progress=lambda *at: calls.append(at), batch_size=7)
-    zeros = 100 * (y == 0).double().mean().item()
-    assert curve.bands == list(range(1, 13)) and calls[-1] == (12, 12)
-    assert curve.accuracy[:5] == pytest.approx(
-        [zeros] * 5
-    )  # the frequency 3 is in bands of 6 (-3 only) and more
-    assert curve.accuracy[5:] == pytest.approx([100] * 7)
-    assert low_pass_curve(predict, (x, y), [12], count=1).accuracy == [100]
+def test_low_pass_keeps_the_frequency_from_its_band_on():
+    wave = basis(0, 3, 12, 12).float()[None, None]
+    kept = [(low_pass(wave, band) * wave).sum().item() for band in range(1, 13)]
+    assert kept[:5] == pytest.approx([0] * 5, abs=1e-6)
+    assert kept[5] == pytest.approx(0.5)  # a band of 6 has -3 only
+    assert kept[6:] == pytest.approx([1] * 6)
 
 
 @pytest.mark.parametrize(
@@ -235,4 +221,3 @@ def test_cuda_finds_the_same():
     clean = (model(x.cuda()).argmax(1).cpu() != y).float().mean()
     torch.testing.assert_close(found, torch.full((8, 8), clean.item()))
     torch.testing.assert_close(low_pass(x.cuda(), 5).cpu(), low_pass(x, 5))
-    assert low_pass_curve(model, (x, y), [8]).accuracy[0] == pytest.approx(100 * (1 - clean.item()))

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import normlab
 from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint, quick
 from normlab.lab import loop as loop_module
+from normlab.lab import run_state as state_module
 from normlab.lab.loop import estimate_statistics, learning_rate
 from normlab.lab.recipes import Phase, Recipe, recipe
 from normlab.lab.recipes.classify import Classify
@@ -203,7 +204,7 @@ def test_an_interruption_between_files_is_put_right(cut, tmp_path, monkeypatch):
         folder, seen = tmp_path / str(epoch), [0]
 
         def spy(name, seen=seen, epoch=epoch):
-            real = getattr(loop_module, name)
+            real = getattr(state_module, name)
 
             def stopping(path, *args, **kw):
                 real(path, *args, **kw)
@@ -215,7 +216,7 @@ def test_an_interruption_between_files_is_put_right(cut, tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             for name in ("append_line", "save_checkpoint"):
-                patch.setattr(loop_module, name, spy(name))
+                patch.setattr(state_module, name, spy(name))
             with contextlib.suppress(KeyboardInterrupt):
                 trained(settings, data, folder=folder)
         again, resumed = trained(settings, data, folder=folder)
@@ -403,16 +404,16 @@ def test_fixup_scalars_learn_at_a_tenth(monkeypatch):
     data = tiny_data(side=8)
     settings = Settings(model="resnet20", norm="fixup", epochs=1, batch_size=22, lr=0.1)
     seen = []
-    make = loop_module._optimizer
-    monkeypatch.setattr(loop_module, "_optimizer", lambda *a: seen.append(make(*a)) or seen[-1])
+    make = state_module.optimizer_for
+    monkeypatch.setattr(state_module, "optimizer_for", lambda *a: seen.append(make(*a)) or seen[-1])
     trained(settings, data)
     assert [float(g["lr"]) for g in seen[0].param_groups] == [pytest.approx(0.1), pytest.approx(0.01)]
 
 
 def test_decay_can_leave_vectors_out(monkeypatch):
     seen = []
-    make = loop_module._optimizer
-    monkeypatch.setattr(loop_module, "_optimizer", lambda *a: seen.append(make(*a)) or seen[-1])
+    make = state_module.optimizer_for
+    monkeypatch.setattr(state_module, "optimizer_for", lambda *a: seen.append(make(*a)) or seen[-1])
     trained(replace(TINY, decay_all=False, epochs=1))
     assert [(g["weight_decay"], {p.ndim for p in g["params"]}) for g in seen[0].param_groups] == [
         (5e-4, {2}),

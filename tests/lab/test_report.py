@@ -29,7 +29,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from normlab.lab.errors import LabError
-from normlab.lab.report import Comparison, ComparisonRow, figures, terminal, write_report
+from normlab.lab.report import Comparison, ComparisonRow, lines, maps, terminal, write_report
 from normlab.lab.report.gather import gather
 from normlab.lab.report.palette import COLOURS
 from normlab.lab.report.view import Cell, Column, Quantity, cell, gap
@@ -458,7 +458,7 @@ def test_long_names_of_a_map_do_not_meet() -> None:
     results = made_up(("batch", "sandwich_auxiliary(init_std=0.02)", "auxiliary"), 1, recipe=recipes)
     found = gather(results).grid_maps[0]
     assert (found.row_name, found.column_name) == ("recipe", "norm")  # the longer names beside the map
-    drawn = figures.grid_map(found, (0.0, 100.0))
+    drawn = maps.grid_map(found, (0.0, 100.0))
     assert ">sandwich_auxiliary(init_std=0.02)<" not in drawn  # in lines that a column has room for
     assert max(len(t) for t in re.findall(r">([^<]*init_std[^<]*|sandwich[^<]*)</text>", drawn)) <= 12
 
@@ -647,7 +647,7 @@ def test_colours_stand_out_from_the_paper(scheme: str, paper: str) -> None:
 
 
 def test_labels_beside_lines_do_not_overlap() -> None:
-    positions = figures.apart([10, 10, 11, 95, 99, 60], 12, 100)
+    positions = lines.apart([10, 10, 11, 95, 99, 60], 12, 100)
     ordered = sorted(positions)
     assert all(b - a >= 12 - 1e-9 for a, b in pairwise(ordered))
     assert positions[5] == 60 and min(positions) >= 0 and max(positions) <= 100

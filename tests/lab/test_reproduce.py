@@ -12,7 +12,7 @@ from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.models import Classifier, Standardize
 from normlab.lab.reproduce import base, figures, grid, outcomes, together
-from normlab.lab.reproduce.vulnerability import circles, dimension, imagenet, margin, paper
+from normlab.lab.reproduce.vulnerability import circles, dimension, imagenet, initialization, margin, paper
 from normlab.lab.settings import Settings
 from normlab.lab.store import load_checkpoint, locked
 from normlab.lab.study import load_data, train
@@ -500,7 +500,7 @@ def test_attack_on_the_sphere_finds_a_cap():
 
 
 def test_linear_net_is_one_affine_map_unless_batch_norm_sees_minibatches():
-    found = circles._deep(circles.FIGURE_SEED)
+    found = initialization._deep(initialization.FIGURE_SEED)
     assert min(found["none"]["affine"]) > 100 - 1e-6 and min(found["none"]["classes"]) == 100
     assert found["batch"]["affine"][0] > 100 - 1e-9 > 99.9 > found["batch"]["affine"][2]
     assert found["batch"]["classes"][14] < 95

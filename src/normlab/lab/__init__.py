@@ -18,21 +18,25 @@ if TYPE_CHECKING:
     from .data import Data, Images, load
     from .errors import LabError
     from .evaluate import MEASUREMENTS, Measurement, accuracy, measure
-    from .loop import History, Watcher, fit
+    from .loop import fit
     from .models import Classifier, build
     from .norms import NormSpec, parse_norm
     from .ranks import Ranks, joined
     from .recipes import Recipe
     from .report import write_report
+    from .run_state import History
     from .settings import Settings
     from .store import load_checkpoint, save_checkpoint
     from .study import Results, Run, Study, compare, load_model, read_results, run_study, train
+    from .watcher import Watcher
 
 _HOME = {
     "data": ("Data", "Images", "load"),
     "errors": ("LabError",),
     "evaluate": ("MEASUREMENTS", "Measurement", "accuracy", "measure"),
-    "loop": ("History", "Watcher", "fit"),
+    "loop": ("fit",),
+    "run_state": ("History",),
+    "watcher": ("Watcher",),
     "models": ("Classifier", "build"),
     "norms": ("NormSpec", "parse_norm"),
     "ranks": ("Ranks", "joined"),
@@ -43,16 +47,8 @@ _HOME = {
     "study": ("Results", "Run", "Study", "compare", "load_model", "read_results", "run_study", "train"),
 }
 _MODULES = (
-    "analysis",
-    "attacks",
-    "augmentations",
-    "corruptions",
-    "fourier",
-    "mixing",
-    "reproduce",
-    "torchrun",
-    *_HOME,
-)
+    "analysis", "attacks", "augmentations", "corruptions", "fourier", "mixing", "reproduce", "torchrun", *_HOME,
+)  # fmt: skip
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - in the order of use

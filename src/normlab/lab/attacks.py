@@ -1,13 +1,13 @@
 """Gradient attacks: FGSM, BIM and PGD in l-inf and l-2 are one loop (gradient, normalise, step, project, clip).
 
-An attack is given pixels in [0, 1] and returns pixels in [0, 1]. Its size ``eps`` is in the units that it names:
+An attack is given pixels in [0, 1] and returns pixels in [0, 1]. Its size ``eps`` is in one of two units:
 
 * ``"pixels"``: of the range [0, 1], so 8/255 is eight grey levels;
 * ``"standardised"``: multiples of each channel's standard deviation, as the network sees its input after
   standardisation. It is a different number of pixels in each channel.
 
-The model is left as found: mode, buffers, ``requires_grad``, ``grad`` and routing. The branch that is attacked is
-the one routed where the attack is called.
+An attack does not change the model: neither mode, buffers, ``requires_grad``, ``grad`` nor routing. It goes through the
+branch that is routed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,15 +51,15 @@ class Attack:
     ``attack(model, x, y)`` returns the adversarial images.
 
     Args:
-        kind: what it is called: ``"fgsm"``, ``"bim"`` or ``"pgd"``. The loop is the same.
+        kind: its name: ``"fgsm"``, ``"bim"`` or ``"pgd"``. The loop is the same.
         norm: the ball, ``"linf"`` or ``"l2"``.
         eps: its radius, and ``step`` the length of a step, both in ``units``.
         steps: how many steps.
         units: ``"pixels"`` or ``"standardised"``.
-        random_start: start uniformly inside the ball. In l-2 that is uniform in volume, as foolbox has it: in many
+        random_start: start uniformly inside the ball. In l-2 this is uniform in volume, as in foolbox. In many
             dimensions nearly every start then lies close to the surface.
-        restarts: runs from different starts; of each sample the best is kept, which is one that fools the model if any
-            does, and the one of greatest loss among equals.
+        restarts: the number of runs from different starts. For each sample the best run is kept: one that fools the
+            model if any does, then the one of greatest loss.
         targeted: ``y`` is the class to reach, not the one to leave.
         clip: None keeps every pixel in [0, 1]. A number c clips to +-c standardised units instead, and always in those
             units. The published code of "Batch Normalization is a Cause of Adversarial Vulnerability" clips to 2, which
@@ -108,7 +108,7 @@ class Attack:
 
     @property
     def name(self) -> str:
-        """What it is, with the units; enough to tell two attacks apart."""
+        """The attack in words, with its units. Different attacks have different names."""
         words = [f"{self.kind}-{self.norm} eps={shown(self.eps)} {self.units}"]
         if self.steps > 1 or self.kind != "fgsm":
             words.append(f"steps={self.steps}")
@@ -125,11 +125,6 @@ class Attack:
         if not self.clip_start:
             words.append("start not clipped")
         return " ".join(words)
-
-    def with_eps(self, eps: float) -> Attack:
-        """The same attack at another size; the step keeps its proportion to ``eps``."""
-        share = self.step / self.eps if self.eps else _step(self.kind, 1.0, self.steps)
-        return replace(self, eps=eps, step=share * eps)
 
     def check_radius(self, deviations: Sequence[float], dimension: int) -> None:
         """Refuse a ball that holds every image: pixels run from 0 to 1."""
@@ -156,14 +151,14 @@ class Attack:
     ) -> Tensor:
         """Adversarial images for ``x``.
 
-        ``mean`` and ``std`` say what the model standardises by, where ``model.standardize`` does not: standardised
-        units need ``std``, and ``clip`` needs both. ``generator`` draws the random starts. The attack sees the model in
-        evaluation mode; ``training=True`` shows it the training mode, with running statistics held still unless
+        ``mean`` and ``std`` are those that the model standardises by. They are needed if it has no ``standardize``:
+        ``std`` for standardised units, both for ``clip``. ``generator`` draws the random starts. The attack sees the
+        model in evaluation mode, or in training mode with ``training=True``. Then running statistics change only with
         ``update=True``.
         """
         self._check(x, y)
         space = self._space(model, x, mean, std)
-        # Neither an outer no_grad nor an outer inference_mode may reach the loop.
+        # The loop needs gradients, also inside an outer no_grad or inference_mode.
         with (
             as_found(model, training=training, update=update),
             torch.inference_mode(False),
@@ -181,7 +176,7 @@ class Attack:
     def _run(
         self, model: nn.Module, origin: Tensor, y: Tensor, space: _Space, generator: torch.Generator | None
     ) -> Tensor:
-        """One run; nothing in it waits for the device."""
+        """One run. Nothing in it waits for the device."""
         move = _linf(self, origin, space) if self.norm == "linf" else _l2(self, origin, space)
         x = origin
         if self.random_start:
@@ -191,9 +186,8 @@ class Attack:
         sign = -1.0 if self.targeted else 1.0
         for _ in range(self.steps):
             x = x.detach().requires_grad_()
-            loss = F.cross_entropy(
-                model(x).float(), y, reduction="sum"
-            )  # a sum: no sample's gradient depends on N
+            # A sum, so that the gradient of a sample does not depend on N.
+            loss = F.cross_entropy(model(x).float(), y, reduction="sum")
             (gradient,) = torch.autograd.grad(sign * loss, x)
             x = move(x.detach(), gradient)
         return x.clamp(space.low, space.high)
@@ -212,7 +206,7 @@ class Attack:
             raise LabError(
                 f"an attack takes images [N, C, H, W] and labels [N]; got {list(x.shape)} and {list(y.shape)}"
             )
-        if x.device.type == "cpu" and x.numel():  # elsewhere it would wait for the device
+        if x.device.type == "cpu" and x.numel():  # a GPU would have to be waited for
             low, high = (float(v) for v in x.detach().aminmax())
             if not (low >= 0 and high <= 1):
                 raise LabError(
@@ -261,7 +255,7 @@ KINDS = {"fgsm": fgsm, "bim": bim, "pgd": pgd}
 
 def _attack(kind: str, eps: float, units: Units, norm: Ball, options: dict[str, Any]) -> Attack:
     step = options.pop("step", None)
-    if step is None:  # what is wrong with eps or steps is said by Attack
+    if step is None:  # Attack checks eps and steps
         step = _step(kind, eps, max(1, options["steps"]))
     return Attack(kind=kind, norm=norm, eps=eps, step=step, units=units, **options)
 
@@ -270,7 +264,7 @@ def _step(kind: str, eps: float, steps: int) -> float:
     return _REACH.get(kind, 1.0) * eps / steps
 
 
-# The loop's parts ------------------------------------------------------------------------------------------
+# Parts of the loop -----------------------------------------------------------------------------------------
 
 
 class _Space(NamedTuple):
@@ -297,7 +291,7 @@ def _better(a: _Judged, b: _Judged) -> _Judged:
 
 
 def _linf(attack: Attack, origin: Tensor, space: _Space) -> Move:
-    # Clamping to the ball and then to the range is one clamp to the range's clamp of the ball, exactly.
+    # A clamp to the ball and then to the range equals one clamp to the ball's bounds clamped to the range.
     low = (origin - attack.eps * space.unit).clamp(space.low, space.high)
     high = (origin + attack.eps * space.unit).clamp(space.low, space.high)
     length = attack.step * space.unit
@@ -320,7 +314,7 @@ def _l2(attack: Attack, origin: Tensor, space: _Space) -> Move:
         slope = gradient * unit
         slope = slope / slope.abs().amax((1, 2, 3), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
         x = x + attack.step * unit * slope / _length(slope).clamp_min(1e-12)
-        # Within [0, 1] the origin is inside the range, and clipping last keeps both bounds. The published code with
+        # If the range is [0, 1], the origin is inside it, and clipping last keeps both bounds. The published code with
         # the range of +-2 projects last.
         if attack.clip is not None:
             return project(x.clamp(space.low, space.high))
@@ -344,7 +338,7 @@ def _inside(norm: Ball, eps: float, like: Tensor, generator: torch.Generator | N
     return (eps * radius * direction / _length(direction).clamp_min(1e-12)).to(like.device)
 
 
-# What the model standardises by, and how it is left --------------------------------------------------------
+# The model's standardisation and its state -------------------------------------------------------------
 
 
 def standard_deviation(model: nn.Module, x: Tensor, std: Tensor | Sequence[float] | None = None) -> Tensor:
@@ -370,15 +364,15 @@ def _statistic(name: str, model: nn.Module, x: Tensor, given: Tensor | Sequence[
 
 @contextmanager
 def as_found(model: nn.Module, *, training: bool = False, update: bool = False) -> Iterator[None]:
-    """Within: the model in one mode, no gradients for its parameters. Afterwards: everything as it was.
+    """Inside, the model is in one mode, and its parameters need no gradients. Afterwards everything is restored.
 
-    Parameters do not require gradients meanwhile, so that a backward pass to the input computes none for them.
-    Running statistics do not move in training mode unless ``update``; other buffers that a forward pass writes to
-    (the vectors of spectral normalisation) are put back.
+    So a backward pass to the input computes no gradients for parameters. In training mode running statistics do not
+    change unless ``update``. Other buffers that a forward pass writes to, such as the vectors of spectral
+    normalisation, are restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     wanted = [p for p in model.parameters() if p.requires_grad]
-    # A buffer that nothing wrote to is not written to here either: a graph outside may have saved it.
+    # Only buffers that changed are restored: an autograd graph outside may have saved the others.
     found = [b for b in model.buffers() if not b.is_inference()]
     buffers = [(b, b._version, old) for b, old in zip(found, _copies(found), strict=True)]
     was = model.training
@@ -395,7 +389,7 @@ def as_found(model: nn.Module, *, training: bool = False, update: bool = False) 
             p.requires_grad_(True)
         if changed:
             model.train(was)
-            for module, flag in modes:  # not every part was in the mode of the whole
+            for module, flag in modes:  # parts of the model may have been in another mode
                 module.training = flag
         if not (update and training):
             with torch.no_grad():
@@ -416,12 +410,12 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def grey_levels(value: float, name: str = "", after: str = "") -> str:
-    """How to write a number of pixels in [0, 1] that can only have been meant in grey levels; else nothing."""
+    """A hint for a size in pixels that was probably meant in grey levels; else an empty text."""
     return f"; for {value:g} grey levels of 255 write {name}{value:g}/255{after}" if value >= 1 else ""
 
 
 def shown(value: float) -> str:
-    """A number as people write it: 8/255 where it is that, 0.03 otherwise; reading it back gives the same number.
+    """A number as text: a fraction of 255 if it is one, otherwise a decimal. It reads back as the same number.
 
     >>> shown(8 / 255), shown(0.03), shown(2.0)
     ('8/255', '0.03', '2')

@@ -1,8 +1,8 @@
 """The command line's entry, ``normlab``: runs a command and says what went wrong in a sentence.
 
-What a user can put right comes as a :class:`~normlab.lab.errors.LabError`; it is printed on stderr and the exit code is
-2. An interrupted command exits with 130, and the same command again goes on. Under torchrun a command runs in several
-processes (:mod:`normlab.lab.torchrun`), and what went wrong is said once.
+Errors that a user can fix are :class:`~normlab.lab.errors.LabError`. They are printed on stderr, and the exit code is
+2. An interrupted command exits with 130, and the same command again resumes. Under torchrun a command runs in several
+processes (:mod:`normlab.lab.torchrun`), and an error is printed once.
 """
 
 from __future__ import annotations
@@ -17,19 +17,10 @@ from .ranks import started_by_torchrun
 
 __all__ = ["main"]
 
-# What the extra `lab` installs, and timm; the absence of anything else is a fault, and shown as one.
+# What the extra `lab` installs, and timm. If another module is missing, that is a bug and shows its traceback.
 _EXTRA = {
-    "typer",
-    "rich",
-    "jinja2",
-    "matplotlib",
-    "safetensors",
-    "sklearn",
-    "mlxtend",
-    "torchvision",
-    "timm",
-    "numpy",
-}
+    "typer", "rich", "jinja2", "matplotlib", "safetensors", "sklearn", "mlxtend", "torchvision", "timm", "numpy",
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _stopped(number: int, frame: object) -> None:
-    """As if interrupted: what was started is ended."""
+    """Treat the signal as an interruption, so that started processes are ended."""
     raise KeyboardInterrupt
 
 
@@ -64,7 +55,7 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 def _words(error: BaseException) -> tuple[str, int] | None:
-    """What to say of an error, and the exit code; None of a fault, which is shown as one."""
+    """The sentence and the exit code for an error; None for a bug, which shows its traceback."""
     if isinstance(error, LabError):
         return f"normlab: {error}", 2
     if isinstance(error, (Interrupted, KeyboardInterrupt)):

@@ -29,16 +29,14 @@ Norms = Annotated[
     str | None, typer.Option("--norms", help="Normalizers with commas: none,batch,group(8).", metavar="NAMES")
 ]
 Seeds = Annotated[str | None, typer.Option("--seeds", help="How many, 3, or which, 0,2,5.", metavar="SEEDS")]
-Out = Annotated[Path | None, typer.Option(help="Folder for everything that is made.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for all results.")]
 DataName = Annotated[
     str | None, typer.Option("--data", help="Data set, by name, or folder:PATH.", metavar="NAME")
 ]
-Root = Annotated[Path | None, typer.Option(help="Where data sets are; $NORMLAB_DATA otherwise.")]
-Download = Annotated[bool, typer.Option("--download", help="Fetch data that are not there.")]
+Root = Annotated[Path | None, typer.Option(help="Folder of data sets; the default is $NORMLAB_DATA.")]
+Download = Annotated[bool, typer.Option("--download", help="Download data that are missing.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU is used if there is one.")]
-Processes = Annotated[
-    int | None, typer.Option(help="Runs that are trained at once, on one GPU or on all.", min=1)
-]
+Processes = Annotated[int | None, typer.Option(help="Runs to train at once, on one GPU or on all.", min=1)]
 Config = Annotated[Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.")]
 Measure = Annotated[
     str | None, typer.Option(help="Measurements with commas: clean,noise,pgd(eps=8/255,units=pixels).")
@@ -49,10 +47,11 @@ Module = Annotated[
     str | None, typer.Option(help="Your own: package.module:function, called without arguments.")
 ]
 Weights = Annotated[Path | None, typer.Option(help="Weights for --module, .safetensors or .pt.")]
-Mean = Annotated[
-    str | None, typer.Option(help="What --module expects to be taken off its pixels, by channel.")
+Mean = Annotated[str | None, typer.Option(help="Mean to subtract from the pixels for --module, by channel.")]
+Std = Annotated[
+    str | None,
+    typer.Option(help="Deviation to divide by. Without both, it takes pixels in [0, 1]."),
 ]
-Std = Annotated[str | None, typer.Option(help="And divided by. Without both it takes pixels in [0, 1].")]
 Pretrained = Annotated[Path | None, typer.Option(help="Folder of pretrained weights, where needed.")]
 Photographs = Annotated[
     Path | None, typer.Option(help="Folder of ImageNet's validation images, where needed.")
@@ -70,11 +69,11 @@ app = typer.Typer(
 )
 
 
-# What the command line says
+# From options to settings and studies
 
 
 def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: bool) -> Callable[..., None]:
-    """The command with an option for every setting; it gets those that were given as ``settings``."""
+    """Add an option for every setting to a command, which gets the given ones as ``settings``."""
     from .settings import HELP, NAMES
 
     own = inspect_.signature(command, eval_str=True).parameters
@@ -136,7 +135,7 @@ def _parsed(settings: dict[str, str], *, axes: bool) -> dict[str, Any]:
 
 def _study(norms: str | None, seeds: str | None, measure: str | None, config: Path | None, out: Path | None,
            settings: dict[str, str]) -> Study:  # fmt: skip
-    """From the file, changed by what the command line says; without a file from the default comparison."""
+    """The study of the file, or else the default comparison, changed by the options."""
     from .grid import names_of
     from .study import DEFAULT, Study, default_folder
 
@@ -173,7 +172,7 @@ def compare(
     """Train one network with several normalizers, measure each, and write a page.
 
     Without arguments: none, batch, group, batch_group(4) and switchable on 5,000 MNIST images. The same command
-    again goes on where it was, and computes nothing twice.
+    again resumes, and computes nothing twice.
     """
     from .display import watcher
     from .evaluate import parse
@@ -318,7 +317,7 @@ def reproduce(
 
 
 def _trained_how(settings: Settings) -> str:
-    """Norm, and what else tells the trainings of a table apart, where it is not the usual."""
+    """The norm, and the model and recipe unless they are the defaults."""
     usual = type(settings)()
     also = [str(v) for n in ("model", "recipe") if (v := getattr(settings, n)) != getattr(usual, n)]
     return ", ".join([settings.norm, *also])
@@ -398,14 +397,14 @@ def _print_records(records: Sequence[dict[str, Any]]) -> None:
 
 
 def _console() -> Console:
-    """Of what is shown meanwhile; results go to stdout."""
+    """The console for progress, on stderr. Results go to stdout."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """An interruption is worded by :func:`normlab.lab.cli.main`; the parser would end the process before."""
+    """Pass an interruption on to :func:`normlab.lab.cli.main`; typer would end the process."""
 
     @wraps(command)
     def run(*args: Any, **given: Any) -> None:

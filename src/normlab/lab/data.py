@@ -47,7 +47,7 @@ class Data:
             if len(x) != len(y):
                 raise LabError(f"{self.name} has {len(x):,} {what} images and {len(y):,} labels for them")
             low, high = (int(v) for v in y.aminmax()) if len(y) else (0, 0)
-            if low < 0 or high >= len(self.classes) > 0:  # on a GPU it would be an assertion in a kernel
+            if low < 0 or high >= len(self.classes) > 0:  # on a GPU a wrong label is an assertion in a kernel
                 raise LabError(f"the {what} images of {self.name} have labels from {low} to {high}, and there are "
                                f"{len(self.classes)} classes; expected labels from 0 to {len(self.classes) - 1}"
                                )  # fmt: skip
@@ -80,7 +80,7 @@ class Data:
         return replace(self, train=train, test=test)
 
     def subset(self, train: int | None = None, test: int | None = None) -> Data:
-        """The first ``train`` and ``test`` images, each class as frequent as in the whole."""
+        """The first ``train`` and ``test`` images, with the same shares of classes as in the whole."""
         return replace(
             self, train=_first(self.train, train, "training"), test=_first(self.test, test, "test")
         )
@@ -108,7 +108,7 @@ def _check_kinds(what: str, x: Tensor, y: Tensor) -> None:
 
 
 def check_batch(x: Tensor, y: Tensor, data: Data) -> None:
-    """Say so where a batch of a user's own loop is not images and labels; the values of a GPU are not asked for."""
+    """Check the images and labels of a user's own training loop. Values on a GPU are not read."""
     _check_kinds("the images of a batch", x, y)
     if len(x) != len(y):
         raise LabError(f"a batch has {len(x)} images and {len(y)} labels for them")
@@ -119,7 +119,7 @@ def check_batch(x: Tensor, y: Tensor, data: Data) -> None:
 
 
 def check_data(data: object, function: str) -> None:
-    """Say so where something else is given in place of a :class:`Data`."""
+    """Check that ``data`` is a :class:`Data`."""
     if not isinstance(data, Data):
         raise LabError(f"{function}() takes normlab.lab.Data; got {type(data).__name__}. Of images and labels of your "
                        "own it is Data(name, Images(x, y), Images(x, y), classes, mean, std)")  # fmt: skip
@@ -137,7 +137,7 @@ def _first(images: Images, number: int | None, what: str) -> Images:
     counts = y.bincount()
     exact = counts.double() * number / total
     quota = exact.long()
-    short = int(number - quota.sum())  # largest remainders; of equal ones the first classes
+    short = int(number - quota.sum())  # largest remainders; the first classes on a tie
     quota[(exact - quota).argsort(descending=True, stable=True)[:short]] += 1
     order = y.argsort(stable=True)
     starts = counts.cumsum(0) - counts
@@ -148,14 +148,14 @@ def _first(images: Images, number: int | None, what: str) -> Images:
 
 
 def pixels(x: Tensor) -> Tensor:
-    """uint8 to float in [0, 1]; what is float already stays."""
+    """uint8 to float in [0, 1]. Floats are returned unchanged."""
     return x if x.is_floating_point() else x.float() / 255
 
 
 def augment(x: Tensor, data: Data, generator: torch.Generator) -> Tensor:
-    """Random crops of the images, padded with zeros, and mirror images, as far as the data set allows them.
+    """Random crops of the zero-padded images, and mirror images, as far as the data set allows them.
 
-    Each image has its own offsets and its own coin, from ``generator``, which may be on another device than ``x``.
+    Each image has its own random numbers, from ``generator``, which may be on another device than ``x``.
     """
     n, _, height, width = x.shape  # [N, C, H, W]
     device = generator.device
@@ -178,7 +178,7 @@ def resize(x: Tensor, size: int) -> Tensor:
 
 
 def _nearest(old: int, new: int) -> list[int]:
-    # PIL adds up its step in double precision; where a pixel's centre falls between two, only the same sum agrees.
+    # PIL adds up its step in double precision. Only the same sum agrees if a pixel's centre falls between two pixels.
     step, at, found = old / new, old / new / 2, []
     for _ in range(new):
         found.append(int(at))
@@ -187,7 +187,7 @@ def _nearest(old: int, new: int) -> list[int]:
 
 
 def _mean_std(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of pixels in [0, 1], for each channel. Exact sums of integers; a constant channel has deviation one."""
+    """Mean and deviation of pixels in [0, 1] by channel, from exact sums. A constant channel has deviation one."""
     total = torch.zeros(2, x.shape[1], dtype=torch.float64)
     for part in x.split(1024):
         values = part.transpose(0, 1).flatten(1).double()
@@ -206,9 +206,9 @@ def load(
 
     Args:
         name: one of :data:`NAMES`, or ``folder:PATH`` with ``train/`` and ``test/``, or with a folder for each class.
-        root: where files are; otherwise what NORMLAB_DATA says, or ``~/.cache/normlab``.
-        download: get what is not there.
-        size: height and width to bring images to, by the nearest pixel. Photographs of a folder are scaled smoothly.
+        root: folder of the files; the default is $NORMLAB_DATA, or else ``~/.cache/normlab``.
+        download: download files that are missing.
+        size: height and width to resize images to, by the nearest pixel. Photographs of a folder are scaled smoothly.
     """
     if size is not None and size < 1:
         raise LabError(f"size is a number of pixels, at least 1; got {size}")
@@ -225,7 +225,7 @@ def load(
 
 
 def _read(name: str, source: Source, root: Path, download: bool) -> Parts:
-    # What torchvision, PIL, numpy, gzip and pickle raise for files that are cut off, and urllib where nothing answers.
+    # Errors of torchvision, PIL, numpy, gzip and pickle for damaged files, and of urllib without a network.
     trouble = (
         OSError, EOFError, RuntimeError, ValueError, KeyError, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError
     )  # fmt: skip
@@ -255,7 +255,7 @@ def _folder(path: Path, size: int | None) -> Data:
         train, test, classes = read_folder(path, size)
     except OSError as error:
         raise LabError(f"an image under {path} cannot be read: {error}") from error
-    # Whether a mirrored image keeps its class is not known here: replace(data, flip=True) says that it does.
+    # It is not known whether a mirrored image keeps its class. If so: replace(data, flip=True).
     return Data(f"folder:{path}", train, test, classes, *_mean_std(train.x), crop=min(train.x.shape[2:]) // 8)
 
 

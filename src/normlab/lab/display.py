@@ -1,4 +1,4 @@
-"""What a terminal shows while a study runs: a table that fills, two bars, and the time left."""
+"""What a terminal shows while a study runs: a table of results, progress bars, and the time left."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from .loop import Watcher
 from .measurements import mean_of
 from .settings import Settings
+from .watcher import Watcher
 
 __all__ = ["Clock", "Lines", "Screen", "watcher"]
 
@@ -30,7 +30,7 @@ def watcher(console: Console, grid: Sequence[Settings], measurements: Sequence[s
 class Clock:
     """The time left, from the time that epochs and measurements have taken so far.
 
-    A kind of work that has not happened yet is taken to last as long as an epoch.
+    Work of a kind that has not been timed yet is assumed to last as long as an epoch.
     """
 
     def __init__(self, epochs: int, measurements: dict[str, int]) -> None:
@@ -43,7 +43,7 @@ class Clock:
         self.drop(kind)
 
     def drop(self, kind: str, number: float = 1) -> None:
-        """Work that need not be done."""
+        """Count work as done that took no time."""
         self.left[kind] = max(0.0, self.left.get(kind, 0.0) - number)
         self.done += number
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Lines(Watcher):
-    """One line when a run has been trained and one when it has been measured, for logs and pipes."""
+    """Prints a line for each training and each measurement, for logs and pipes."""
 
     def __init__(
         self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any
@@ -68,8 +68,8 @@ class Lines(Watcher):
         self.clock = Clock(epochs, dict.fromkeys(self.measurements, len(self.grid)))
         self.current: Settings | None = None
         self.line: dict[str, Any] = {}
-        self.counts: dict[str, int] = {}  # measurements that a run has
-        self.active: set[str] = set()  # runs that go on now
+        self.counts: dict[str, int] = {}  # finished measurements by run
+        self.active: set[str] = set()  # runs in progress
 
     def __enter__(self) -> Lines:
         return self
@@ -77,7 +77,7 @@ class Lines(Watcher):
     def __exit__(self, *_: object) -> None: ...
 
     def known(self, settings: Settings, records: Sequence[dict[str, Any]]) -> None:
-        """Results that are there already."""
+        """Take in results from before."""
         for record in records:
             if record["measurement"] in self.measurements:
                 self.clock.drop(record["measurement"])
@@ -136,11 +136,11 @@ class Lines(Watcher):
         return f"{self.label(settings)}, seed {settings.seed}"
 
     def _say(self, text: str) -> None:
-        self.console.print(Text(text), highlight=False, soft_wrap=True)  # a line stays one in a file
+        self.console.print(Text(text), highlight=False, soft_wrap=True)  # no line breaks in a file
 
 
 class Screen(Lines):
-    """The table of means so far, a bar for the study and one for each run that goes on now."""
+    """Shows the means so far, a bar for the study, and a bar for each run in progress."""
 
     def __init__(
         self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any
@@ -170,7 +170,7 @@ class Screen(Lines):
 
     @property
     def now(self) -> TaskID:
-        """The bar of the run that is spoken of."""
+        """The bar of the current run."""
         name = "" if self.current is None else self.current.name
         if name not in self.bar_of:
             self.bar_of[name] = self.bars.add_task("starting", total=None, left="")

@@ -1,4 +1,4 @@
-"""What a user can put right is said in one sentence."""
+"""Errors that a user can fix, each in one sentence."""
 
 import sys
 import warnings
@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
 
 def of_memory(error: BaseException) -> str | None:
-    """A sentence about an error that says that memory ran out; None of any other."""
+    """A sentence if an error says that memory ran out; None for other errors."""
     import torch
 
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(
@@ -34,7 +34,7 @@ def of_memory(error: BaseException) -> str | None:
 
 
 def warn(sentence: str, category: type[Warning]) -> None:
-    """A warning at the line outside of this package that led to it."""
+    """Warn at the line outside this package that led here."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("normlab."):
         level, frame = level + 1, frame.f_back

@@ -1,13 +1,13 @@
-"""Measurements by name: how often a model is right on clean, noisy, attacked, corrupted or filtered test images.
+"""Measurements by name: the accuracy on clean, noisy, attacked, corrupted or filtered test images.
 
-A measurement is a text, so that a command line, a settings file and a notebook say it in the same words::
+A measurement is a text, the same on a command line, in a settings file and in a notebook::
 
     measure(model, data, ["clean", "noise", "pgd(eps=8/255, units=pixels, steps=20)"])
 
-What a text leaves open is taken from :func:`budget`. A result is a dict that JSON can hold; accuracies are in per cent.
+Defaults come from :func:`budget`. A result is a dict that JSON can hold. Accuracies are in per cent.
 
-The model is given pixels in [0, 1] and left as found. Of a model with branches, what is measured is the one that the
-text names (``clean(branch=aux)``), else the one that is routed where :func:`measure` is called, else the first.
+The model gets pixels in [0, 1], and does not change. In a model with branches, the measured branch is the one that the
+text names (``clean(branch=aux)``), else the one that is routed, else the first.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ from .predict import (
     BETWEEN,
     Mixed,
     accuracy,
-    affinity,
     check_logits,
     counted,
     device_of,
     predict_with,
     predictions,
     routed,
-    transfer,
     unanswered_words,
 )
 from .texts import flag, one_of, split, step, target, within, written
@@ -57,8 +55,8 @@ if TYPE_CHECKING:
     from .data import Data
 
 __all__ = [
-    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "affinity", "budget", "measure", "not_finite",
-    "parse", "parse_list", "predict_with", "predictions", "transfer",
+    "MEASUREMENTS", "Budget", "Measurement", "Mixed", "accuracy", "budget", "measure", "not_finite",
+    "parse", "predict_with", "predictions",
 ]  # fmt: skip
 
 Progress = Callable[[str, int, int], None]  # the measurement, batches done, batches in all
@@ -77,12 +75,12 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """The text in its shortest form: the same measurement has the same name, however it was written."""
+        """The text in its shortest form. The same measurement has the same name, however it was written."""
         said = ", ".join(f"{k}={written(v)}" for k, v in self.given)
         return f"{self.kind}({said})" if said else self.kind
 
     def arguments(self, data: Data) -> Arguments:
-        """All arguments, with those that the text leaves open as they are for ``data``."""
+        """All arguments, with the defaults for ``data``."""
         given = dict(self.given)
         return MEASUREMENTS[self.kind].open(data, given) | given
 
@@ -96,7 +94,7 @@ class Measurement:
         return self.kind.startswith("between") or any(key == "mix" for key, _ in self.given)
 
     def check(self, model: nn.Module, data: Data) -> None:
-        """Say what does not fit the data or the branches of the model, before a network is trained for it."""
+        """Raise if the measurement does not fit the data or the branches of the model."""
         arguments = self.arguments(data)
         self._check_top(data)
         kind, _, norm = self.kind.removesuffix("-curve").partition("-")
@@ -129,7 +127,7 @@ class Measurement:
     ) -> dict[str, Any]:
         """The record: measurement, title, kind, n, accuracy, arguments, seconds, and a curve, a grid or samples.
 
-        Where the model gave no finite output, ``not_finite`` says for how many images, and of how many.
+        If the model gave no finite output for some images, ``not_finite`` has their number, and the number of all.
         """
         here = device_of(model)
         if device is not None and torch.device(device).type != here.type:
@@ -193,7 +191,7 @@ def _plain(value: Any) -> Any:
 
 
 def _branch(model: nn.Module, given: Arguments) -> str | None:
-    """The branch to route: the one asked for, or the first where the model has branches and none is routed."""
+    """The branch to route: the one given, or the first if the model has branches and none is routed."""
     if "branch" in given or "mix" in given:
         return given.get("branch")
     separated = (m for m in model.modules() if "branch" in getattr(m, "wants", ()))
@@ -201,7 +199,7 @@ def _branch(model: nn.Module, given: Arguments) -> str | None:
 
 
 def _check_classes(model: nn.Module, data: Data) -> None:
-    """Before the first pass: on a GPU a label without a logit is an assertion in a kernel."""
+    """Check the model's outputs first: on a GPU a label without a logit is an assertion in a kernel."""
     if not len(data.test.y):
         raise LabError(f"{data.name} has no test images to measure on")
     images = data.test.x[:16]  # batch statistics of one image may not exist
@@ -232,9 +230,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A record for each measurement of ``model`` on the test images of ``data``.
 
-    A network of the lab takes pixels and standardises them itself. For one of your own that expects standardised
-    images, say by what: ``mean`` and ``std``, one number a channel of pixels in [0, 1]. The batch size enters where
-    random numbers are drawn batch by batch: the same one gives the same numbers.
+    A network of the lab takes pixels and standardises them itself. If yours expects standardised images, give their
+    ``mean`` and ``std``, one number for each channel of pixels in [0, 1]. Random numbers are drawn batch by batch, so
+    only the same batch size gives the same numbers.
     """
     check_model(model, "measure")
     if isinstance(measurements, str):
@@ -255,7 +253,7 @@ def measure(
 
 
 def not_finite(who: str, records: Iterable[Mapping[str, Any]]) -> str:
-    """A sentence about images for which a model gave no finite output; empty where there are none."""
+    """A sentence about images for which a model gave no finite output; empty if there are none."""
     found = {r["measurement"]: r["not_finite"] for r in records if r.get("not_finite")}
     images, of = (sum(v[k] for v in found.values()) for k in ("images", "of"))
     where = words(found) if len(found) < 4 else f"{len(found)} measurements"
@@ -323,7 +321,7 @@ def parse(text: str) -> Measurement:
 
 
 def _check(found: Measurement, given: Arguments) -> None:
-    """What can be known to be wrong without the data."""
+    """Check what can be checked without the data."""
     if "mix" in given and "branch" in given:
         raise LabError(f"{found.name}: mix and branch exclude each other; mix is between two branches")
     if "branches" in given and not found.mixes:
@@ -362,8 +360,3 @@ def _read(name: str, key: str, value: str) -> Any:
     if not parts:
         raise LabError("the list is empty")
     return tuple(_READERS[key](part) for part in parts)
-
-
-def parse_list(text: str) -> list[Measurement]:
-    """Several measurements from one text, at the commas outside of brackets: ``clean, noise(0.5), bim``."""
-    return [parse(part) for part in split(text)]

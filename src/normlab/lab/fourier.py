@@ -1,16 +1,16 @@
-"""Which frequencies a model relies on: the Fourier heat map and the low-pass curve.
+"""Which frequencies a model relies on: the Fourier heat map and low-pass filtered images.
 
 Both follow "A Fourier Perspective on Model Robustness in Computer Vision" (Yin et al.). A heat map has a value for each
-frequency: the error when a wave of that frequency, of fixed strength, is added to every image. A low-pass curve has a
-value for each bandwidth: the accuracy when only the lower frequencies are left.
+frequency: the error when a wave of that frequency, of fixed strength, is added to every image. A low-pass filter
+keeps the lower frequencies alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from .seeds import generator
 if TYPE_CHECKING:
     from .data import Data, Images
 
-__all__ = ["Curve", "basis", "frequencies", "heat_map", "low_pass", "low_pass_curve"]
+__all__ = ["basis", "frequencies", "heat_map", "low_pass"]
 
 Predict = Callable[[Tensor], Tensor]  # pixels [N, C, H, W] -> logits or probabilities [N, K]
 Progress = Callable[[int, int], None]  # done, of all
@@ -63,18 +63,18 @@ def heat_map(
 ) -> Tensor:
     """Error in [0, 1] under a wave of each frequency: [H, W], frequency 0 in the middle, at [H // 2, W // 2].
 
-    To each channel of each image ``norm`` times the wave is added, its sign drawn for each channel and image, to pixels
-    in [0, 1], which are clipped to [0, 1] afterwards. Waves of (i, j) and (-i, -j) are the same: half are evaluated.
+    ``norm`` times the wave is added to each channel of each image, with a random sign for each. Pixels are then clipped
+    to [0, 1]. The waves of (i, j) and (-i, -j) are the same, so half of them are evaluated.
 
     Args:
-        model: a module, which is put in evaluation mode and left as it was found, or any function from pixels to scores
-            [N, K], such as a mixture of branches. The branch is the one routed where this is called.
+        model: a module, which is measured in evaluation mode and not changed, or any function from pixels to scores
+            [N, K]. The branch is the one that is routed.
         data: a data set, of which the test images are used, or images and labels.
         norm: the l-2 norm of what is added to a channel. 8 is the weak augmentation paper's; Yin et al. use 4 for
             images of 32 pixels.
         batch_size: images at once; small sets are given several waves at once.
         seed: of the signs.
-        top: an image is right where its class is among so many of the highest scores.
+        top: an image is right if its class is among this many highest scores.
         progress: called with the number of waves done and that of all.
     """
     if not norm > 0:
@@ -117,7 +117,7 @@ def low_pass(x: Tensor, band: int, *, clip: bool = False) -> Tensor:
 
     An odd band keeps -(band - 1) / 2 to (band - 1) / 2 in both directions. An even one keeps one more on the negative
     side and the real part of what becomes of it, so that the full size is the identity. Without ``clip`` the result may
-    leave [0, 1] a little, as ringing does.
+    leave [0, 1] a little.
     """
     x, (h, w) = pixels(x), x.shape[-2:]
     if not 1 <= band <= max(h, w):
@@ -136,49 +136,6 @@ def _kept(size: int, band: int, device: torch.device) -> Tensor:
     k = torch.arange(size, device=device)
     k = torch.where(k < (size + 1) // 2, k, k - size)  # 0, 1, ..., -2, -1
     return (k >= -(band // 2)) & (k < band - band // 2)
-
-
-class Curve(NamedTuple):
-    """Accuracy in per cent against bandwidth."""
-
-    bands: list[int]
-    accuracy: list[float]
-
-
-def low_pass_curve(
-    model: nn.Module | Predict,
-    data: Data | Images | tuple[Tensor, Tensor],
-    bands: Sequence[int] | None = None,
-    *,
-    count: int | None = 500,
-    clip: bool = False,
-    batch_size: int | None = None,
-    progress: Progress | None = None,
-) -> Curve:
-    """Accuracy on low-passed images at each bandwidth, all of them where none are given.
-
-    ``count`` is how many images are used, the first ones; None is all. The other arguments are those of
-    :func:`heat_map` and :func:`low_pass`.
-    """
-    x, y = _images(data)
-    x, y = x[:count], y[:count]
-    device = device_of(model) if isinstance(model, nn.Module) else x.device
-    size = batch_size or batch_size_for(device)
-    bands = list(range(1, max(x.shape[-2:]) + 1)) if bands is None else list(bands)
-    accuracy, lost = [], torch.zeros((), dtype=torch.int64, device=device)
-    with torch.no_grad(), as_found(model) if isinstance(model, nn.Module) else nullcontext():
-        for done, band in enumerate(bands, 1):
-            right = torch.zeros((), dtype=torch.int64, device=device)
-            for at in range(0, len(y), size):
-                part, labels = x[at : at + size].to(device), y[at : at + size].to(device)
-                scores = model(low_pass(part, band, clip=clip))
-                right += among(scores, labels, 1).sum()
-                lost += (~answered(scores)).sum()
-            accuracy.append(100 * right.item() / len(y))
-            if progress is not None:
-                progress(done, len(bands))
-    tell_unanswered(model, int(lost), len(y) * len(bands))
-    return Curve(bands, accuracy)
 
 
 def _images(data: Data | Images | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

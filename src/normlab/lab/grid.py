@@ -46,13 +46,14 @@ class Study:
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "measurements", tuple(dict.fromkeys(self.measurements)))
         object.__setattr__(self, "folder", None if self.folder is None else Path(self.folder))
-        # Along an axis the base has the first value: two studies that ask the same are then equal.
+        # The base has the first value of each axis, so that two studies that ask the same are equal.
         object.__setattr__(self, "base", self.base.with_(**firsts(axes)))
-        self.grid()  # every cell is valid, or a sentence
+        self.grid()  # raises if a cell is not valid
 
     def grid(self) -> list[Settings]:
-        """Every cell, the seed varying fastest."""
-        names = sorted(self.axes, key=lambda n: "seed" in names_of(n))  # stable: the order asked, seeds last
+        """Every cell; the seed varies fastest."""
+        # Stable: in the order given, seeds last.
+        names = sorted(self.axes, key=lambda n: "seed" in names_of(n))
         cells = []
         for values in product(*(self.axes[n] for n in names)):
             pairs = [
@@ -97,13 +98,13 @@ def tuple_of(axis: str, value: Any) -> tuple[Any, ...]:
 
 
 def firsts(axes: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """The first value along each axis, by setting: what the settings beside them have to agree with."""
+    """The first value along each axis, by setting. The other settings are checked together with these."""
     pairs = (zip(names_of(n), tuple_of(n, values[0]), strict=True) for n, values in axes.items())
     return {k: v for pair in pairs for k, v in pair}
 
 
 def axis_of(name: str, values: Sequence[Any]) -> list[Any]:
-    """The values of an axis, each once, or a sentence."""
+    """The values of an axis, each once."""
     unknown = next((n for n in names_of(name) if n not in settings_.NAMES), None)
     if unknown is not None:
         raise LabError(f"{unknown!r} is no setting, so it is no axis; {nearest(unknown, settings_.NAMES)}")
@@ -135,7 +136,7 @@ def measurements_of(texts: Sequence[str]) -> list[Measurement]:
     return list(found.values())
 
 
-# The comparison that is run when nothing else is asked: the claim of "Batch Normalization is a Cause of Adversarial
+# The default comparison: the claim of "Batch Normalization is a Cause of Adversarial
 # Vulnerability" at a size for two cores and about two minutes. Batch group norm with as many groups as channels, its
 # usual number, would be batch norm; four groups pool two to eight channels of this network.
 DEFAULT = Study(
@@ -168,7 +169,7 @@ def make_study(
 
 
 def default_folder(study: Study) -> Path:
-    """By data, model and everything that cannot be extended, so that other settings have another folder."""
+    """Named by data, model and a digest of what cannot be extended, so that other settings have another folder."""
     fixed = study.base.with_(norm="none", seed=0)
     varied = toml.dumps({k: list(v) for k, v in study.axes.items() if k not in ("norm", "seed")})
     digest = settings_.digest_of(fixed.digest() + varied)

@@ -14,21 +14,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from .loop import Watcher
+from .watcher import Watcher
 
 __all__ = ["serving", "shared"]
 
 _CONTROL = "nvidia-cuda-mps-control"
-_USUAL = Path("/tmp/nvidia-mps/control")  # of a daemon that was started without directories of its own
+_USUAL = Path("/tmp/nvidia-mps/control")  # where a daemon is by default
 _SECONDS = 30  # for the daemon to start, to answer and to end
 
 
 @contextmanager
 def shared(watch: Watcher) -> Iterator[dict[str, str]]:
-    """What the environment of processes needs so that they share their GPUs; a daemon of our own serves them within.
+    """Environment variables with which processes share their GPUs. Inside, a daemon of our own serves them.
 
-    One that somebody else has started is used as it is. Where there can be none, ``watch`` is told, and processes do
-    without.
+    A daemon that runs already is used as it is. If none can be started, ``watch`` is told, and processes take turns.
     """
     if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _USUAL.exists():
         yield {}
@@ -55,7 +54,7 @@ def shared(watch: Watcher) -> Iterator[dict[str, str]]:
             said, own = str(error), {}
         if said is not None:
             watch.note(f"{_CONTROL} did not start ({said}), so processes take turns on a GPU.")
-            if own:  # it may have come up all the same
+            if own:  # it may have started after all
                 _asked("quit", own)
             yield {}
             return
@@ -67,12 +66,12 @@ def shared(watch: Watcher) -> Iterator[dict[str, str]]:
 
 
 def serving(own: dict[str, str]) -> bool:
-    """Whether a process that is running was taken in by the daemon of :func:`shared`."""
+    """Whether the daemon of :func:`shared` serves a process."""
     return bool(_asked("get_server_list", own))
 
 
 def _renumbered() -> dict[str, str]:
-    """The daemon counts the devices that it is shown from 0 on, and so must those that it serves."""
+    """The daemon counts its visible devices from 0. Processes that it serves must do the same."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -82,7 +81,7 @@ def _renumbered() -> dict[str, str]:
 
 
 def _started(control: str, own: dict[str, str], said: Path) -> str | None:
-    """Start the daemon; why it could not be."""
+    """Start the daemon. Returns why it did not start, or None."""
     try:
         with said.open("w") as out:  # not a pipe, which the daemon would keep open
             done = subprocess.run(
@@ -96,7 +95,7 @@ def _started(control: str, own: dict[str, str], said: Path) -> str | None:
 
 
 def _asked(question: str, own: dict[str, str]) -> str | None:
-    """What the daemon says; None if it does not."""
+    """The daemon's answer; None if there is none."""
     try:
         done = subprocess.run(
             [_CONTROL], env=os.environ | own, input=f"{question}\n", capture_output=True, text=True, timeout=_SECONDS,

@@ -1,8 +1,8 @@
 """Predictions of a model in batches, and how often they are right; the model is left as found.
 
-An image without a finite output counts as wrong, and is told of: the highest of logits that are not numbers would be
-the first, and a network that diverged would have the accuracy of chance. It is counted where the images are, and
-looked at once, when all have been seen.
+An image without a finite output counts as wrong, and the user is told. Otherwise NaN logits would count as the first
+class, and a network that diverged would have the accuracy of chance. Such images are counted on the device, and the
+count is read once.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from torch.nn import functional as F
 
 from ..engine.numerics import widest
 from ..model.routing import route
-from .attacks import Attack, as_found
-from .data import augment, pixels
+from .attacks import as_found
+from .data import pixels
 from .errors import LabError, NotFinite, warn
 from .mixing import branches_of, mixed_branches, pair_of
-from .seeds import generator
 
 if TYPE_CHECKING:
-    from .augmentations import Augmentation
     from .data import Data
 
 __all__ = [
-    "BETWEEN", "Change", "Mixed", "Score", "Unanswered", "accuracy", "accuracy_between", "accuracy_under", "affinity",
+    "BETWEEN", "Change", "Mixed", "Score", "Unanswered", "accuracy", "accuracy_between",
     "among", "answered", "batch_size_for", "check_logits", "counted", "device_of", "predict_with", "predictions",
-    "routed", "score_under", "tell_unanswered", "transfer", "unanswered_words",
+    "routed", "score_under", "tell_unanswered", "unanswered_words",
 ]  # fmt: skip
 
 Change = Callable[[Tensor, Tensor], Tensor]  # pixels [N, C, H, W] and labels [N] to changed pixels
@@ -49,25 +47,11 @@ def predictions(model: nn.Module, x: Tensor, *, batch_size: int | None = None) -
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor, batch_size: int | None = None, *, top: int = 1) -> float:
     """Per cent of images whose class is among the ``top`` highest logits."""
-    return accuracy_under(None, model, x, y, batch_size, top=top)
-
-
-def accuracy_under(
-    change: Change | None,
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    batch_size: int | None = None,
-    *,
-    top: int = 1,
-    seen: Callable[[int, Tensor], None] = lambda first, x: None,
-) -> float:
-    """The same after a change of the images; ``seen`` is shown each changed batch and the number of its first image."""
-    return score_under(change, model, x, y, batch_size, top=top, seen=seen).accuracy
+    return score_under(None, model, x, y, batch_size, top=top).accuracy
 
 
 class Score(NamedTuple):
-    """What a pass over images finds."""
+    """The result of a pass over images."""
 
     accuracy: float  # in per cent
     loss: float  # mean cross entropy
@@ -87,7 +71,7 @@ def score_under(
     if not len(y):
         raise LabError("there are no images to measure on")
     device = device_of(model)
-    sums = torch.zeros(3, dtype=widest(device), device=device)  # asked for once, at the end
+    sums = torch.zeros(3, dtype=widest(device), device=device)  # read once, at the end
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, device, batch_size):
@@ -104,19 +88,19 @@ def score_under(
 
 
 def among(logits: Tensor, labels: Tensor, top: int) -> Tensor:  # [N] bool
-    """Whether each label is one of the ``top`` highest logits; not where these are no finite numbers."""
+    """Whether each label is one of the ``top`` highest logits. False for an image without a finite output."""
     found = (logits.topk(min(top, logits.shape[1]), 1).indices == labels[:, None]).any(1)
     return found & answered(logits)
 
 
 def answered(logits: Tensor) -> Tensor:  # [N] bool
-    """Whether an image has an output: its highest logit is finite. Others may be -inf, as those of masked classes."""
-    return logits.amax(1).isfinite()  # not a number where any is not
+    """Whether the highest logit of each image is finite. Others may be -inf, as for masked classes."""
+    return logits.amax(1).isfinite()  # NaN if any logit is NaN
 
 
 @dataclass
 class Unanswered:
-    """Images without a finite output, of how many that were shown."""
+    """How many images had no finite output, and of how many."""
 
     images: int = 0
     of: int = 0
@@ -127,7 +111,7 @@ _COUNTED: ContextVar[Unanswered | None] = ContextVar("counted", default=None)
 
 @contextmanager
 def counted() -> Iterator[Unanswered]:
-    """Within it images without a finite output are counted, for a sentence about all; elsewhere each pass warns."""
+    """Inside, images without a finite output are counted, to report them together. Outside, each pass warns."""
     found = Unanswered()
     before = _COUNTED.set(found)
     try:
@@ -137,7 +121,7 @@ def counted() -> Iterator[Unanswered]:
 
 
 def tell_unanswered(model: object, images: int, of: int) -> None:
-    """Say, or add to what is :func:`counted`, that so many images of so many got no finite output."""
+    """Warn about images without a finite output, or add them to what is :func:`counted`."""
     found = _COUNTED.get()
     if found is not None:
         found.images, found.of = found.images + images, found.of + of
@@ -157,9 +141,9 @@ def logits_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def check_logits(model: nn.Module, logits: Any, x: Tensor, data: Data | None = None) -> Tensor:
-    """What a model returned for images, or a sentence about why it is no logits ``[N, K]``, one for each class.
+    """Check that a model returned logits ``[N, K]``, one for each class.
 
-    It looks at shapes alone. On a GPU a label without a logit would be an assertion in a kernel.
+    Only shapes are read. On a GPU a label without a logit would be an assertion in a kernel.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -189,7 +173,7 @@ def batch_size_for(device: torch.device) -> int:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters, or else its buffers, are."""
+    """The device of the model's parameters, or else of its buffers."""
     tensor = next(model.parameters(), None)
     tensor = next(model.buffers(), None) if tensor is None else tensor
     return torch.device("cpu") if tensor is None else tensor.device
@@ -201,8 +185,7 @@ BETWEEN = ("probabilities", "logits", "coefficients")  # what of two branches is
 class Mixed(nn.Module):
     """A model whose prediction is a mixture of those of two branches; :func:`predict_with` makes it.
 
-    It returns logarithms of the mixed probabilities, which are logits like any other: what is measured or attacked is
-    the mixture.
+    It returns logarithms of the mixed probabilities, which serve as logits: the mixture is measured or attacked.
     """
 
     def __init__(self, model: nn.Module, branches: tuple[str, str], weight: float, of: str) -> None:
@@ -256,9 +239,7 @@ def accuracy_between(
     seen: Callable[[int, Tensor], None] = lambda first, x: None,
 ) -> list[float]:
     """Per cent right at each weight of the second branch; predictions are averaged for all weights from one pass."""
-    branches = predict_with(
-        model, branches=branches, weight=0.0, of=of
-    ).branches  # says what is wrong with them
+    branches = predict_with(model, branches=branches, weight=0.0, of=of).branches  # checked
     device = device_of(model)
     right = torch.zeros(len(weights), dtype=widest(device), device=device)
     lost = torch.zeros((), dtype=torch.int64, device=device)
@@ -290,10 +271,10 @@ def predict_with(
 ) -> Mixed:
     """``(1 - weight) * p_first + weight * p_second``: prediction under interpolation of two branches.
 
-    Of ``"probabilities"``, or of ``"logits"``, which gives other predictions; both from one forward pass over the
-    images twice. Of ``"coefficients"`` every separated layer lies between the branches, in a pass over the images once
-    (:func:`normlab.lab.mixing.mixed_branches`). The branches are main and aux, or the two that the model has, unless
-    others are named. The result is a model: measure it, attack it, ask it for logits.
+    ``of`` says what is mixed. ``"probabilities"`` and ``"logits"``, which give different predictions, run every image
+    through both branches. ``"coefficients"`` mixes the branches inside every separated layer, so that each image runs
+    once (:func:`normlab.lab.mixing.mixed_branches`). The default branches are main and aux, or the two that the model
+    has. The result is a model: you can measure it, attack it, or call it for logits.
     """
     if of not in BETWEEN:
         raise LabError(
@@ -307,55 +288,3 @@ def routed(model: nn.Module, branch: str) -> route:
         return route(model, branch=branch)
     except (ValueError, TypeError) as error:
         raise LabError(str(error)) from error
-
-
-def affinity(
-    model: nn.Module,
-    data: Data,
-    augmentation: Augmentation | str | Callable[[Tensor, torch.Generator], Tensor] | None = None,
-    *,
-    seed: int = 0,
-    batch_size: int | None = None,
-) -> float:
-    """Accuracy on augmented test images minus accuracy on clean ones, in points.
-
-    For a model that was trained without any augmentation it says how far the augmentation leaves the data
-    (Gontijo-Lopes et al., "Affinity and Diversity"). ``augmentation`` is one of the lab's or its text, such as
-    ``"cutout"``, or takes pixels and a generator; without one it is the data set's own crops and mirror images.
-    """
-    from .augmentations import Augmentation, parse_augmentation
-
-    draw = generator(seed, "affinity", device=device_of(model))
-    if augmentation is None and not (data.flip or data.crop):
-        raise LabError(
-            f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure"
-        )
-    if isinstance(augmentation, (str, Augmentation)):
-        augmentation = parse_augmentation(augmentation).on_pixels(data)
-    change = augmentation or (lambda x, g: augment(x, data, g))
-    after = accuracy_under(lambda x, y: change(x, draw), model, data.test.x, data.test.y, batch_size)
-    return after - accuracy(model, data.test.x, data.test.y, batch_size)
-
-
-def transfer(
-    source: nn.Module,
-    target: nn.Module,
-    attack: Attack,
-    x: Tensor,
-    y: Tensor,
-    *,
-    seed: int = 0,
-    batch_size: int | None = None,
-    top: int = 1,
-) -> float:
-    """Accuracy of ``target`` on images that were made to fool ``source``: a black-box attack.
-
-    In standardised units the unit is the source's. A model as its own target is the white-box attack.
-    """
-    draw = generator(seed, "attack", device=device_of(source))
-    home, away = device_of(source), device_of(target)
-
-    def change(x: Tensor, y: Tensor) -> Tensor:
-        return attack(source, x.to(home), y.to(home), generator=draw).to(away)
-
-    return accuracy_under(change, target, x, y, batch_size, top=top)

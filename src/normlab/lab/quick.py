@@ -1,4 +1,4 @@
-"""What makes a training step quick and changes no number: layers fused, weights cast at once, steps as CUDA graphs."""
+"""Faster training steps with the same numbers: fused layers, weights cast all at once, steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARM_UP = 3  # steps that run before one is captured, so that allocators and li
 
 
 def fused(model: nn.Module, ctx: Context) -> nn.Module:
-    """On CUDA the same parameters and buffers with activations and additions inside the norm layers' kernels."""
+    """On CUDA, the model with activations and additions in the kernels of its norm layers. Tensors are shared."""
     from .data import pixels
 
     if ctx.device.type != "cuda":
@@ -29,27 +29,27 @@ def fused(model: nn.Module, ctx: Context) -> nn.Module:
         either, tested = (fuse(model.train(mode)) for mode in (True, False))
     except ValueError:
         return model
-    if either.code != tested.code:  # it does something else in training, and a graph has one or the other
+    if either.code != tested.code:  # training and evaluation differ, and a graph can only be one of them
         return model
-    x = pixels(ctx.data.test.x[:2])  # shapes show which additions can be taken in
+    x = pixels(ctx.data.test.x[:2])  # shapes tell which additions can be fused
     wanted = {name for m in model.modules() if isinstance(m, Norm) for name in m.wants}
-    if wanted - {"branch"}:  # and nothing is known of labels and styles here
+    if wanted - {"branch"}:  # labels and styles are not known here
         return tested
     first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     try:
         with route(model, branch=first) if wanted else nullcontext():
             return fuse(model, x)
-    except Exception:  # whatever a model raises that cannot take so few images, or a branch for each
+    except Exception:  # a model may not take two images, or a branch for each
         return tested
 
 
 class Halves:
-    """The weights of convolutions and products in bfloat16, all cast at once, and their gradients back.
+    """Casts the weights of convolutions and linear layers to bfloat16 all at once, and their gradients back.
 
-    Autocast has a kernel for each, which in a small network is a tenth of all kernels. The numbers are the same.
+    Autocast launches a kernel for each weight: in a small network a tenth of all kernels. The numbers are the same.
     """
 
-    KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # and no subclass, which may do more with its weight
+    KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # no subclasses: they may use their weight otherwise
 
     def __init__(self, model: nn.Module) -> None:
         modules = [m for m in model.modules() if type(m) in self.KINDS]
@@ -61,7 +61,7 @@ class Halves:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Within, the model has them in place of its own weights, which have the gradients afterwards."""
+        """Inside, the model uses the bfloat16 copies. Afterwards its own weights have the gradients."""
         foreach: Any = torch
         with torch.no_grad():
             foreach._foreach_copy_(self.half, self.whole)
@@ -91,10 +91,10 @@ class Halves:
 
 
 class Captured:
-    """A step as a CUDA graph: small networks are bound by the host, and a graph is one launch.
+    """A step as a CUDA graph, which is one launch: small networks wait for the host otherwise.
 
-    The first steps run as they are, on a stream of their own as capturing asks for; they are steps of the training.
-    Tensors of a call are copied to where the graph reads them. ``generator`` is what the step draws from.
+    The first steps run as usual, on a side stream as capture requires. They count as training steps. The tensors of a
+    call are copied to where the graph reads them. ``generator`` is the one that the step draws from.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Captured:
         self.static = [torch.empty_like(t) for t in tensors]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
-        self.why = ""  # it could not be captured
+        self.why = ""  # why capture failed
 
     def __call__(self, *tensors: Tensor) -> bool:
-        """Run the step; False if it cannot be captured, and then it has not run."""
+        """Run the step. Returns False if it cannot be captured; then it has not run."""
         for mine, new in zip(self.static, tensors, strict=True):
             mine.copy_(new)
         if self.graph is None and self.warm < _WARM_UP:

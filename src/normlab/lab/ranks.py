@@ -1,12 +1,12 @@
-"""Several processes, one training: what the loop asks of the others, who each have a device of their own.
+"""Several processes share one training, each with its own device: parts of a batch, and what is exchanged.
 
-A batch is shared: each process (a rank) takes its part of the rows, weighs its loss by their number, and gradients are
-summed. So a step is the step that one process makes with the whole batch, up to rounding, wherever samples do not
-depend on each other; batch statistics are each rank's own unless they are synchronized.
+Each process (a rank) takes its part of the rows of a batch and weighs its loss by their number. Gradients are summed.
+So a step is, up to rounding, the step of one process with the whole batch, if samples do not depend on each other.
+Batch statistics are each rank's own unless they are synchronized.
 
-Gradients are summed here, after backward, and not by ``DistributedDataParallel``: a step may run the model several
-times, leave the parameters of another branch out, and differentiate through the model inside of an attack, each of
-which its hooks forbid or have to be told of.
+Gradients are summed here, after backward, and not by ``DistributedDataParallel``. Its hooks do not allow, or need
+settings for, a step that runs the model several times, skips the parameters of another branch, or differentiates
+through the model in an attack.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "Ranks", "Share", "joined", "started_by_torchrun"]
 
 T = TypeVar("T")
-# Others wait while the first measures or loads, however long that takes. A rank that ends breaks the connection.
+# The others wait while the first measures or loads, however long. If a rank ends, its connection breaks.
 _PATIENCE = timedelta(days=30)
 
 
@@ -50,16 +50,16 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a training; by default it is alone, and nothing is exchanged."""
+    """This process among those that share a training. By default it is alone, and nothing is exchanged."""
 
     rank: int = 0
     world: int = 1
     local: int = 0  # among those of this machine
-    waiting: ProcessGroup | None = None  # gloo, for what is waited for on the host
+    waiting: ProcessGroup | None = None  # gloo, to wait on the host
 
     @property
     def mark(self) -> tuple[int, ...]:
-        """For seeds of draws that must differ between ranks; the first has those of a process alone."""
+        """Part of seeds that must differ between ranks. The first rank has the seeds of a single process."""
         return (self.rank,) if self.rank else ()
 
     @property
@@ -67,14 +67,12 @@ class Ranks:
         """Whether this is the one that writes, prints and measures."""
         return self.rank == 0
 
-    # Parts of a batch
-
     def share(self, rows: int, *, least: int = 1, lend: bool = True) -> Share:
-        """This rank's rows of a batch, as many as the others' or one more or less.
+        """This rank's rows of a batch; ranks differ by one row at most.
 
-        Of a small batch, fewer ranks take part, so that each has ``least`` rows. The others are lent the first one's,
-        which do not count: they stay in step, draw what is drawn, and no layer sees an empty batch.
-        ``lend=False`` leaves them empty, as synchronized statistics need it.
+        If a batch is small, fewer ranks take part, so that each has ``least`` rows. The other ranks get the rows of the
+        first, which do not count: so they draw the same random numbers, and no layer sees an empty batch. With
+        ``lend=False`` they get no rows, as synchronized statistics need it.
 
         >>> [Ranks(r, 3).share(8)[:2] for r in range(3)]
         [(0, 2), (2, 5), (5, 8)]
@@ -90,9 +88,9 @@ class Ranks:
         return Share(start, stop, rows, stop - start if counts else 0)
 
     def check(self, settings: Settings, model: nn.Module | None = None) -> bool:
-        """Say what cannot be shared; True if the statistics of ``model`` are to be synchronized.
+        """Refuse what cannot be shared. Returns whether to synchronize the statistics of ``model``.
 
-        Torch's batch norm layers have become normlab's then, as :func:`normlab.sync` has them.
+        If so, torch's batch norm layers have been converted to normlab's, as by :func:`normlab.sync`.
         """
         if self.world == 1:
             return False
@@ -113,7 +111,7 @@ class Ranks:
 
     @contextmanager
     def synced(self, model: nn.Module, on: bool) -> Iterator[None]:
-        """Statistics over all ranks inside, where ``on``; outside one rank can run the model without the others."""
+        """Inside, statistics are over all ranks if ``on``. Outside, one rank can run the model alone."""
         if not on:
             yield
             return
@@ -123,8 +121,6 @@ class Ranks:
         finally:
             unsync(model)
 
-    # What is exchanged
-
     def sum(self, values: Tensor) -> Tensor:
         if self.world > 1:
             dist.all_reduce(values)
@@ -132,7 +128,7 @@ class Ranks:
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients of the whole batch, by one exchange for each dtype.
+        """Sum the gradients over the ranks, by one exchange for each dtype.
 
         A parameter that a step does not reach (the other branch's) has no gradient on any rank, and keeps none.
         """
@@ -149,14 +145,14 @@ class Ranks:
 
     @torch.no_grad()
     def average_statistics(self, model: nn.Module) -> None:
-        """Running statistics: their mean over the ranks, as for ghost batches on one device; counters: the first's.
+        """Average running statistics over the ranks, as for ghost batches on one device. Counters are the first rank's.
 
-        A variance that includes the drift of its mean includes that between ranks.
+        A variance that includes the drift of its mean then also includes the spread of the means over the ranks.
         """
         if self.world == 1:
             return
         buffers = {id(b): b for b in model.buffers()}
-        exact = {i: b.double() for i, b in buffers.items() if b.is_floating_point()}  # equal ones stay equal
+        exact = {i: b.double() for i, b in buffers.items() if b.is_floating_point()}  # exact for equal values
         total = [
             (id(mean), id(var)) for m in model.modules() if isinstance(m, Norm) for mean, var in _total(m)
         ]
@@ -175,7 +171,7 @@ class Ranks:
                 dist.broadcast(b, 0)
 
     def check_weights(self, model: nn.Module) -> None:
-        """Weights that came apart would be several trainings with each other's gradients."""
+        """Raise if the weights of the ranks differ: each would then train with gradients of other weights."""
         if self.world == 1:
             return
         with torch.no_grad():
@@ -190,15 +186,15 @@ class Ranks:
                            "and change weights by nothing but its loss.")  # fmt: skip
 
     def given(self, make: Callable[[], T]) -> T:
-        """What the first rank makes, on every rank; the others wait for it on the host."""
+        """The first rank calls ``make``, and every rank gets the result. The others wait on the host."""
         if self.world == 1:
             return make()
-        box: list[Any] = [make() if self.first else None]
-        dist.broadcast_object_list(box, 0, group=self.waiting)
-        return box[0]
+        returned: list[Any] = [make() if self.first else None]
+        dist.broadcast_object_list(returned, 0, group=self.waiting)
+        return returned[0]
 
     def spread(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """The first rank's tensors on every rank; no file has to be where the others are."""
+        """Copy the first rank's tensors to every rank, so that only the first needs the files."""
         about = self.given(lambda: {name: (t.shape, t.dtype) for name, t in tensors.items()})
         found: dict[str, Tensor] = {}
         for name, (shape, dtype) in about.items():
@@ -206,8 +202,6 @@ class Ranks:
             found[name] = mine.contiguous()
             dist.broadcast(found[name], 0)
         return found
-
-    # Where it computes
 
     def place(self, name: torch.device | str | None = None) -> torch.device:
         """This rank's device: the CPU, or a GPU of its own."""
@@ -234,15 +228,15 @@ def started_by_torchrun() -> bool:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The processes that torchrun started, for a script of your own; elsewhere this one, alone.
+    """The processes that torchrun started, for a script of your own. Without torchrun it is this process alone.
 
     ::
 
         with joined() as ranks:
             fit(model, data, settings, device=ranks.place(), ranks=ranks)
 
-    A default process group that is there already is used, and left. After an error nothing is taken down: others may
-    be waiting in an exchange, and taking down would wait for them.
+    An existing default process group is used, and not destroyed. After an error no group is destroyed: that would wait
+    for ranks that may themselves wait in an exchange.
     """
     theirs = dist.is_available() and dist.is_initialized()
     if not theirs and not started_by_torchrun():
@@ -267,7 +261,7 @@ def _over_batch(module: nn.Module) -> bool:
 
 
 def _total(layer: Norm) -> list[tuple[Tensor, Tensor]]:
-    """Running means and variances where the variance is that of everything seen."""
+    """Running means and variances of a layer, if its variances are over everything seen."""
     pairs = zip(layer._buffers_of, layer._tracks, strict=True)
     return [
         (layer.get_buffer(names[0]), layer.get_buffer(names[1]))

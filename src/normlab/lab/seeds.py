@@ -1,4 +1,4 @@
-"""Random numbers by purpose: each draw has its own generator, so one draw more here changes nothing there."""
+"""Random numbers by purpose: each has its own generator, so that one more draw changes no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS: ContextVar[tuple[int, int, int] | None] = ContextVar("rows", default=None
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """A seed below 2 ** 63 from a seed and what it is for.
+    """A seed below 2 ** 63, derived from a seed and a purpose.
 
     >>> derive(0, "order", 1) == derive(0, "order", 1) != derive(0, "order", 2)
     True
@@ -34,8 +34,8 @@ def generator(seed: int, *purpose: str | int, device: torch.device | str = "cpu"
 def draw(make: Callable[..., Tensor], shape: Sequence[int], **how: Any) -> Tensor:
     """Numbers for the samples of a batch, ``draw(torch.rand, x.shape, generator=g)``.
 
-    Where the batch is a part of one that several processes share (:func:`rows_of`), numbers are drawn for the whole one
-    and the part's are kept: a sample has the same ones whoever computes it, and generators stay in step.
+    If several processes share the batch (:func:`rows_of`), numbers are drawn for the whole batch, and those of the part
+    are kept. So a sample has the same numbers in every process, and the generators stay equal.
     """
     rows = _ROWS.get()
     if rows is None or shape[0] != rows[1] - rows[0]:

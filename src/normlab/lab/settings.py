@@ -1,4 +1,4 @@
-"""Everything that one run depends on, in one frozen value that is text both ways."""
+"""Everything that one run depends on, in one frozen value that can be written as text and read back."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _other(default: Any, *, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """One run: what is trained, on what, how. Zero for a size, depth or width means what the data or model have.
+    """One run: what is trained, on what, how. Zero for a size, depth or width means the default of data or model.
 
     >>> Settings(norm="none", epochs=3).with_(lr=0.1).lr
     0.1
-    >>> Settings.from_toml(Settings(norm="group(8)").to_toml()) == Settings(norm="group(8)")
+    >>> Settings.from_values(Settings(norm="group(8)").values()) == Settings(norm="group(8)")
     True
     """
 
@@ -89,7 +89,7 @@ class Settings:
     width: int = _number(0, 0, help="width of a network that has the choice")
     options: tuple[tuple[str, Scalar], ...] = _other((), help="further arguments of the network")
 
-    # Speed only: the same numbers either way, so a run made with one is the run asked for with the other.
+    # These change the speed and no number, so they do not tell runs apart.
     NEUTRAL: ClassVar[frozenset[str]] = frozenset({"capture"})
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class Settings:
             )
 
     def with_(self, **changes: Any) -> Settings:
-        """The same with other values; an unknown name is refused."""
+        """A copy with other values."""
         unknown = set(changes) - set(NAMES)
         if unknown:
             name = min(unknown)
@@ -126,7 +126,7 @@ class Settings:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, source: str = "the settings") -> Settings:
-        """The reverse of :meth:`values`; what is left out has its default."""
+        """The reverse of :meth:`values`; settings left out have their defaults."""
         unknown = [k for k in values if k not in NAMES]
         if unknown:
             raise LabError(f"{source}: unknown setting {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
@@ -139,23 +139,13 @@ class Settings:
         return toml.dumps(self.values())
 
     @classmethod
-    def from_toml(cls, text: str, *, source: str = "the settings") -> Settings:
-        import tomllib
-
-        try:
-            values = tomllib.loads(text)
-        except ValueError as error:
-            raise LabError(f"{source}: not TOML: {error}.") from error
-        return cls.from_values(values, source=source)
-
-    @classmethod
     def read(cls, path: str | Path) -> Settings:
         return cls.from_values(toml.read(path), source=str(path))
 
     def digest(self) -> str:
         """Eight hexadecimal digits of everything that changes the result."""
         values = {k: v for k, v in self.values().items() if k not in self.NEUTRAL}
-        if not self.sync_norm:  # folders from before there was the choice
+        if not self.sync_norm:  # keeps the digest of folders from before this setting existed
             del values["sync_norm"]
         return digest_of(json.dumps(values, sort_keys=True))
 
@@ -165,7 +155,7 @@ class Settings:
         return "-".join(map(slug, (self.norm, self.model, self.data, f"seed{self.seed}", self.digest())))
 
     def model_options(self) -> dict[str, Scalar]:
-        """What ``models.build`` is given besides name, data, norm and seed."""
+        """The arguments of ``models.build`` besides name, data, norm and seed."""
         own = {k: getattr(self, k) for k in ("depth", "width") if getattr(self, k)}
         return own | dict(self.options)
 
@@ -221,7 +211,7 @@ def _option(text: str) -> tuple[str, Scalar]:
 
 
 def _checked(spec: Any, value: Any) -> Any:
-    """The value in its own type, or a sentence."""
+    """The value in the type of its setting. Raises if it does not fit."""
     name, kind = spec.name, _KIND[spec.name]
     if name == "options":
         try:

@@ -1,7 +1,7 @@
 """Files that are whole or absent: written beside their place, then renamed.
 
-A process that is killed leaves the last complete file. JSON lines are appended in one write, and a line that was cut
-off is left out by the reader and removed by the next writer.
+A killed process leaves the last complete file. JSON lines are appended in one write. The reader skips a line that was
+cut off, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,12 @@ from torch import Tensor
 from .errors import LabError
 
 __all__ = [
-    "Busy",
-    "append_line",
-    "load_checkpoint",
-    "locked",
-    "read_lines",
-    "read_log",
-    "read_records",
-    "save_checkpoint",
-    "write_atomic",
-    "write_lines",
-]
+    "Busy", "append_line", "load_checkpoint", "locked", "read_lines", "read_log", "read_records", "save_checkpoint",
+    "write_atomic", "write_lines",
+]  # fmt: skip
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_META = "normlab"  # the one key of a safetensors file's metadata that is ours; its value is JSON
+_META = "normlab"  # our key in the metadata of a safetensors file; its value is JSON
 
 
 class Busy(LabError):
@@ -42,16 +34,16 @@ class Busy(LabError):
 
 
 def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -> Path:
-    """Write ``content`` to ``path``: afterwards the file is the new one, or, after any failure, what it was.
+    """Write ``content`` to ``path``. After a failure the file is unchanged.
 
-    ``sync=False`` leaves out waiting for the disk: safe against a killed process, not against a power cut.
+    ``sync=False`` does not wait for the disk: safe against a killed process, not against a power cut.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            path.write_bytes(data)  # a device or a pipe is written to: a file must not take its place
+            path.write_bytes(data)  # a device or a pipe must not be replaced by a file
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
@@ -70,7 +62,7 @@ def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -
 
 
 def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as a line, on the disk when this returns; after a failure the file is as it was."""
+    """Append one JSON object as a line, and wait for the disk. After a failure the file is unchanged."""
     path = Path(path)
     line = (json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
     try:
@@ -98,9 +90,9 @@ def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: str | Path, *needs: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; no file, no objects. A cut-off last line is left out.
+    """The objects of a file of JSON lines; none if there is no file. A cut-off last line is skipped.
 
-    ``needs`` are names that every object must have to be of use.
+    ``needs`` are names that every object must have.
     """
     path = Path(path)
     try:
@@ -110,9 +102,7 @@ def read_lines(path: str | Path, *needs: str) -> list[dict[str, Any]]:
     except OSError as error:
         raise LabError(f"{path} cannot be read: {error.strerror}.") from error
     records = []
-    for number, line in enumerate(
-        text.split(b"\n")[:-1], 1
-    ):  # what follows the last newline is cut off, or nothing
+    for number, line in enumerate(text.split(b"\n")[:-1], 1):  # a cut-off line has no newline
         try:
             record = json.loads(line)
         except ValueError:
@@ -145,7 +135,7 @@ def write_lines(path: str | Path, records: list[dict[str, Any]]) -> Path:
 
 
 def finite(value: Any) -> Any:
-    """``value`` as JSON has it: tensors as lists, and null for what is not a number, which JSON cannot say."""
+    """``value`` for JSON: tensors become lists; NaN and infinity, which JSON does not have, become null."""
     if isinstance(value, Tensor):
         return finite(value.tolist())
     if isinstance(value, float):
@@ -164,11 +154,11 @@ def save_checkpoint(
     *,
     sync: bool = True,
 ) -> Path:
-    """Tensors by name (or a module's state) and what they are, in one safetensors file that runs no code when read."""
+    """Store tensors by name, or a module's state, with ``meta`` in a safetensors file."""
     from safetensors.torch import save
 
     state = tensors.state_dict() if isinstance(tensors, torch.nn.Module) else tensors
-    # Names that share memory (tied weights) are stored once each: safetensors refuses views of one storage.
+    # Copied, because safetensors refuses names that share memory (tied weights).
     host = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()}
     return write_atomic(path, save(host, {_META: json.dumps(finite(meta), ensure_ascii=False)}), sync=sync)
 
@@ -176,7 +166,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path, *, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name, and what :func:`save_checkpoint` was told of them; a foreign file has nothing to tell."""
+    """Tensors by name, and the ``meta`` of :func:`save_checkpoint`; empty for a file from elsewhere."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -198,10 +188,10 @@ def load_checkpoint(
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one process works in a folder; a killed one leaves no lock behind, since the system holds it."""
+    """Lock a folder for one process. The system holds the lock, so a killed process leaves none behind."""
     try:
         import fcntl
-    except ImportError:  # no such locks on this system
+    except ImportError:  # this system has no such locks
         yield
         return
     try:

@@ -2,12 +2,12 @@
 
 A study lives in one folder::
 
-    study.toml      what was asked, complete; `normlab compare --config` takes it
+    study.toml      all settings of the study; `normlab compare --config` reads it
     results.jsonl   one line for each measurement of each run
-    runs/NAME/      settings.toml, log.jsonl, last.safetensors (to go on from), best.safetensors (the kept weights)
+    runs/NAME/      settings.toml, log.jsonl, last.safetensors (to resume), best.safetensors (the kept weights)
     report.html     the page
 
-Runs and results are found by the digest of their settings, so nothing of other settings is ever taken for them.
+Runs and results are found by the digest of their settings, so results of other settings are never mixed in.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import torch
 from ..engine.messages import words
 from .errors import LabError
 from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, names_of
-from .loop import Watcher, arithmetic, fit, load_weights
+from .loop import arithmetic, fit
 from .results import Results, Row, Run, differences, read_results, read_run
+from .run_state import load_weights
 from .settings import Settings
 from .store import append_line, load_checkpoint, locked, read_records, write_atomic
 from .torchrun import led, together
+from .watcher import Watcher
 from .workers import Crew, crew_for, run_jobs
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def compare(
 
     Other settings are keywords, and a list makes an axis of the grid: ``compare(["none", "batch"], data="cifar10",
     model="vgg8", batch_size=[128, 32])``. Without ``out`` the folder is runs/, data, model and a digest of the
-    settings. The same call again takes up what is there. ``processes`` train so many runs at once.
+    settings. The same call again resumes. ``processes`` is how many runs are trained at once.
     """
     study = make_study(norms, seeds, measure, out, settings)
     return run_study(
@@ -78,11 +80,11 @@ def run_study(
     tensorboard: bool = False,
     processes: int | None = None,
 ) -> Results:
-    """Train and measure what the study's folder does not have yet.
+    """Train and measure what is not in the study's folder yet.
 
-    Everything that can be known to be wrong is said before the first file is written: names, data, models, a folder
-    of other settings. ``processes`` is how many runs go on at once, on all GPUs where there are several; by default as
-    many as there are cores on a CPU, and one on a GPU.
+    Names, data, models and the folder's settings are checked before the first file is written. ``processes`` is how
+    many runs are trained at once, on all GPUs if there are several. The default is one for each core on a CPU, and one
+    on a GPU.
     """
     if study.folder is None:
         raise LabError("a study needs a folder for its results; give Study(..., folder=...), or --out.")
@@ -125,7 +127,7 @@ def _run_at_once(
     folder: Path, left: Sequence[tuple[Settings, list[Measurement]]], crew: Crew, watch: Watcher,
     root: str | Path | None, tensorboard: bool,
 ) -> None:  # fmt: skip
-    """The runs that are left, several at once."""
+    """Train and measure the runs that are left, several at once."""
     jobs = [
         {
             "settings": settings.values(), "home": str(folder / "runs" / settings.name),
@@ -154,7 +156,7 @@ def train(
 ) -> Run:
     """One run in a folder of its own; its measurements go to results.jsonl there.
 
-    ``data`` saves loading what the caller has already: :func:`load_data` of these settings.
+    Give ``data`` if the caller has loaded it already, by :func:`load_data` with these settings.
     """
     folder, watch, place = Path(folder), progress or Watcher(), pick_device(device)
     measurements = measurements_of(measure)
@@ -175,7 +177,7 @@ def train(
 def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") -> tuple[Classifier, Settings]:
     """The model of a checkpoint that the loop wrote, in evaluation mode, and its settings.
 
-    A folder stands for the kept weights in it. Of a state to go on from, the weights that would be tested are taken.
+    A folder means the kept weights in it. From a resume checkpoint, the weights that evaluation uses are loaded.
     """
     path = Path(checkpoint)
     if (path / "study.toml").is_file():
@@ -192,7 +194,8 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") ->
         if part:
             tensors = part
             break
-    options = tuple((k, v) for k, v in settings.options if k != "weights")  # what it started from
+    # The initial weights are not needed.
+    options = tuple((k, v) for k, v in settings.options if k != "weights")
     model = build_model(replace(settings, options=options), SimpleNamespace(**meta["data"])).to(device)
     try:
         load_weights(model, tensors, path)
@@ -205,7 +208,7 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") ->
 
 
 def build_model(settings: Settings, data_like: Any) -> Classifier:
-    """The network that the settings name, with its first weights."""
+    """The network that the settings name, with its initial weights."""
     from .models import build
 
     options = settings.model_options()
@@ -221,7 +224,7 @@ def load_data(settings: Settings, *, root: str | Path | None = None, download: b
 
 
 def pick_device(name: torch.device | str | None = None) -> torch.device:
-    """The device of that name; without one, CUDA where there is a GPU. Under torchrun, this process's own."""
+    """The device of that name. Without a name: CUDA if there is a GPU. Under torchrun: the device of this process."""
     if led().world > 1:
         return led().place(name)
     if name is None or str(name) == "auto":
@@ -237,7 +240,7 @@ def pick_device(name: torch.device | str | None = None) -> torch.device:
 
 @cache
 def versions() -> dict[str, str]:
-    """What the numbers were computed with."""
+    """Versions of the software that computes the numbers."""
     from .. import __version__
 
     return {"normlab": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -249,7 +252,7 @@ def versions() -> dict[str, str]:
 def _tell_of_training_again(
     settings: Settings, home: Path, known: Collection[str], open_: Sequence[Measurement], watch: Watcher
 ) -> None:
-    """Results outlive weights, which are large and may have been removed; a new measurement needs them."""
+    """Say why a measured run is trained again: its weights were removed, and a new measurement needs them."""
     if known and not any((home / name).exists() for name in ("best.safetensors", "last.safetensors")):
         what = f" to measure {words([m.name for m in open_])}" if open_ else ""
         watch.note(
@@ -260,7 +263,7 @@ def _tell_of_training_again(
 def trained(
     settings: Settings, data: Data, home: Path, watch: Watcher, device: torch.device, *, tensorboard: bool
 ) -> Classifier:
-    """The network of a run with the weights that were kept, trained as far as it was not."""
+    """The network of a run with its kept weights. Trains the epochs that are missing."""
     _check_home(settings, home)
     write_atomic(home / "settings.toml", settings.to_toml())
     model = build_model(settings, data)
@@ -275,7 +278,7 @@ def measured(
     model: Classifier, data: Data, settings: Settings, measurements: Sequence[Measurement], watch: Watcher,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """One record a measurement, as it is made."""
+    """Measure, and yield each record as soon as it is there."""
     from .evaluate import not_finite
 
     data = data.to(device)
@@ -299,15 +302,16 @@ def measured(
 
 
 def data_key(settings: Settings) -> tuple[Any, ...]:
-    """All that :func:`load_data` reads of the settings."""
+    """The settings that :func:`load_data` reads."""
     return settings.data, settings.size, settings.train_size, settings.test_size
 
 
 def _checked_data(
     grid: Sequence[Settings], measurements: Sequence[Measurement], **options: Any
 ) -> dict[tuple[Any, ...], Data]:
-    """Every data set of the grid; every network has been built once, so that no run fails late by its name, and no
-    measurement by a branch that it does not have.
+    """Load every data set of the grid, and build every network once.
+
+    So no run fails late because of a wrong name, and no measurement because of a missing branch.
     """
     data: dict[tuple[Any, ...], Data] = {}
     built: set[tuple[Any, ...]] = set()
@@ -316,7 +320,7 @@ def _checked_data(
 
     for settings in grid:
         led().check(settings)
-        parse_norm(settings.norm)  # quick, and before data are looked for
+        parse_norm(settings.norm)  # quick, so it comes before loading data
         recipe(settings.recipe)
     for settings in grid:
         key = data_key(settings)
@@ -338,10 +342,10 @@ def _checked_data(
 
 
 def _check_home(settings: Settings, home: Path) -> None:
-    """A run's folder is empty or its own. Settings alone, of a run that never finished an epoch, are no run yet."""
+    """Refuse the folder of another run. Settings without a finished epoch do not count as a run."""
     files = ("last.safetensors", "best.safetensors", "log.jsonl", "results.jsonl")
     begun = any((home / n).exists() for n in files)
-    by_hand = not (home / ".lock").exists()  # a settings.toml that no run wrote
+    by_hand = not (home / ".lock").exists()  # a user wrote settings.toml, not a run
     if (begun or by_hand) and (home / "settings.toml").exists():
         there = Settings.read(home / "settings.toml")
         if there.digest() != settings.digest():
@@ -352,7 +356,7 @@ def _check_home(settings: Settings, home: Path) -> None:
 
 
 def _merged(study: Study) -> Study:
-    """The study of the folder with this one added to it, or a sentence about why they cannot be one."""
+    """The study of the folder with this one added. Refuses a study with other settings."""
     folder = study.folder
     assert folder is not None
     path = folder / "study.toml"

@@ -1,4 +1,4 @@
-"""The network that is measured: of a checkpoint, of a network by name with weights from elsewhere, or a user's own."""
+"""The network to measure: from a checkpoint, by name with weights from elsewhere, or a user's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LabError
-from .loop import load_weights
+from .run_state import load_weights
 from .settings import Settings
 from .store import load_checkpoint
 from .study import build_model, load_data, load_model
@@ -39,7 +39,7 @@ def subject(
     root: Path | None = None,
     download: bool = False,
 ) -> tuple[nn.Module, Data]:
-    """The network that is measured, and the images that it is measured on."""
+    """The network to measure, and the images to measure it on."""
     if (checkpoint is None) == (module is None):
         raise LabError(
             "Give a checkpoint, or --module package.module:function for a network of your own; one of both."
@@ -72,7 +72,7 @@ def subject(
 
 
 def own_module(where: str, weights: Path | None, mean: str | None, std: str | None) -> nn.Module:
-    """A user's network: ``package.module:function`` is imported from here or the Python path, and called."""
+    """A user's network: imports ``package.module:function`` from here or the Python path, and calls it."""
     from .models import Classifier, Standardize
 
     package, found, name = where.partition(":")
@@ -111,9 +111,8 @@ def _told(error: Exception) -> str:
     """An error of the user's code in a line: its kind, what it says, and where it is from."""
     said = f"{type(error).__name__}: {str(error) or 'no message'}"
     last = traceback.extract_tb(error.__traceback__)[-1]
-    here = (
-        isinstance(error, SyntaxError) or last.filename == __file__
-    )  # it says itself where, or is of the call
+    # It names the place itself, or the call failed.
+    here = isinstance(error, SyntaxError) or last.filename == __file__
     return said if here else f"{said} ({last.filename}, line {last.lineno})"
 
 
@@ -126,7 +125,7 @@ def _any_weights(path: Path) -> dict[str, Tensor]:
         raise LabError(f"There are no weights {path}.")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises what its reader, its unpickler or zipfile raise
+    except Exception as error:  # torch.load raises errors of many kinds
         raise LabError(
             f"{path} cannot be read as weights: it is damaged, or holds more than tensors, such as a whole module. "
             "Expected what torch.save(model.state_dict(), path) writes."

@@ -1,4 +1,4 @@
-"""Values in the texts of measurements: numbers, fractions, lists, and what is out of range."""
+"""Readers of values in texts: numbers, fractions, choices; and how values are written back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def flag(text: str) -> bool:
 
 
 class ShareOfEps(NamedTuple):
-    """A step of ``eps/10``, whatever eps is."""
+    """A step such as ``eps/10``, relative to eps."""
 
     divisor: float
 
@@ -72,7 +72,7 @@ def target(text: str) -> str | int:
 
 
 def split(text: str, at: str = ",") -> list[str]:
-    """At the commas, or whatever letter is given, that stand outside of brackets.
+    """Split at the commas, or at another letter, outside brackets.
 
     >>> split("none, group(8), batch_group(4, eps=1e-3)")
     ['none', 'group(8)', 'batch_group(4, eps=1e-3)']

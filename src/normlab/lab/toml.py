@@ -1,4 +1,4 @@
-"""TOML both ways: the standard library reads it, and this writes what a settings file needs."""
+"""Reads TOML by the standard library, and writes the part of TOML that settings files need."""
 
 from __future__ import annotations
 

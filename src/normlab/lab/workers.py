@@ -1,12 +1,12 @@
 """Several runs at once, each in a process of its own: on the cores of a CPU, or on GPUs.
 
-Networks that fit a CPU are too small to keep its cores busy together: threads wait for each other, and where another
-program takes a core they wait long. A run on a core or a few does not. Likewise networks for small images do not fill
-a large GPU, which several processes can (:mod:`normlab.lab.mps`). Parent and workers speak in JSON lines, so a script
-that asks for a study needs no guard around its main part, as it would for Python's own process pools.
+Networks that fit a CPU are too small to keep all its cores busy: threads wait for each other, and they wait long if
+another program takes a core. Several runs, each on one core or a few, use the cores better. Likewise networks for small
+images do not fill a large GPU, but several processes can (:mod:`normlab.lab.mps`). Parent and workers exchange JSON
+lines. So a script needs no ``if __name__ == "__main__"``, as it would for Python's own process pools.
 
-A worker does what :func:`normlab.lab.study.run_study` does for one run and tells of it; the parent writes the results,
-unless they are kept with the run, in a folder that others share.
+A worker does for one run what :func:`normlab.lab.study.run_study` does, and reports it. The parent writes the results,
+unless they are kept in the run's own folder, which other processes may share.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ import torch
 
 from . import mps
 from .errors import LabError, of_memory
-from .loop import Watcher
 from .settings import Settings
 from .store import Busy
 from .torchrun import led
+from .watcher import Watcher
 
 __all__ = ["Crew", "Job", "check_processes", "crew_for", "longest_first", "run_jobs", "threads_for"]
 
-# Plain values: settings, home, measure, root, tensorboard; and keep, where results are to stay in the run's own folder.
+# Plain values: settings, home, measure, root, tensorboard, and keep: whether results stay in the run's own folder.
 Job = dict[str, Any]
 
 
 def threads_for(runs: int) -> int:
-    """Threads for each run of a study: the cores, shared among as many runs as there are, at least one.
+    """Threads for each run of a study: the cores divided by the number of runs, at least one.
 
-    The order of sums, and so the last digits of a run, depend on it: it must not depend on what is left to do.
+    The number of threads changes the order of sums, and so the last digits of a run. So it must not depend on how many
+    runs are left to do.
     """
     return max(1, _cores() // max(1, runs))
 
 
 def _cores() -> int:
-    with contextlib.suppress(AttributeError):  # not on every system
+    with contextlib.suppress(AttributeError):  # some systems do not have it
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -66,10 +67,10 @@ class Crew(NamedTuple):
 
 
 def crew_for(place: torch.device, processes: int | None, runs: int) -> Crew | None:
-    """Who runs so many runs at once; None where one comes after the other in this process.
+    """The crew for a number of runs; None if this process does one after the other.
 
-    On a CPU that is a process for each core unless ``processes`` says otherwise. On CUDA it is one unless more are
-    asked for; a device without a number stands for all GPUs, which they take in turn.
+    The default is a process for each core on a CPU, and this process alone on CUDA. A device without a number means all
+    GPUs, which the processes take in turn.
     """
     check_processes(processes)
     if led().world > 1:
@@ -102,7 +103,7 @@ def check_processes(processes: Any) -> None:
 
 
 def longest_first(runs: Sequence[Settings]) -> list[Settings]:
-    """By seeds, and within a seed by steps: a long run that begins last is waited for alone."""
+    """By seed, and within a seed by length: if a long run began last, the others would be idle."""
     most = max((s.train_size for s in runs), default=0) + 1  # 0 is all images
     return sorted(runs, key=lambda s: (s.seed, -s.epochs * (s.train_size or most) / s.batch_size))
 
@@ -112,7 +113,7 @@ def run_jobs(
 ) -> list[str]:
     """Run ``jobs``; tell ``watch`` what happens and ``record`` what is measured.
 
-    Returns what is said of the runs that other processes are at, which were left to them.
+    Returns a sentence for each run that another process works on; such runs are left to it.
     """
     passed: list[str] = []
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
@@ -161,7 +162,7 @@ def _tell(watch: Watcher, record: Callable[..., None], settings: Settings, event
 
 
 def _event_of(line: str) -> dict[str, Any] | None:
-    """What a worker tells; None of what others printed before it had its outputs to itself."""
+    """An event of a worker; None for other output, which libraries may print at first."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -170,13 +171,13 @@ def _event_of(line: str) -> dict[str, Any] | None:
 
 
 class _Worker:
-    """A process that takes a job at a time, seen from the parent."""
+    """The parent's side of a process that takes one job at a time."""
 
     def __init__(self, crew: Crew, device: str, own: dict[str, str], events: queue.Queue[Any]) -> None:
-        # The worker finds what this process imports, also from a source tree that was never installed.
+        # The worker imports from the same places, also from a source tree that is not installed.
         paths = os.pathsep.join(p for p in sys.path if p)
         environment = {**os.environ, **own, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(crew.threads)}
-        if crew.shares:  # programs of a launch that wait for each other must all be running
+        if crew.shares:  # a kernel whose programs wait for each other would hang if they do not all run
             environment["NORMLAB_LAUNCHES"] = "several"
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.workers", device], env=environment, text=True,
@@ -192,7 +193,7 @@ class _Worker:
     def give(self, job: Job) -> None:
         self.settings = Settings.from_values(job["settings"], source="a job")
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is in the events
+        with contextlib.suppress(BrokenPipeError):  # the event of its end says so
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
 
@@ -217,14 +218,14 @@ class _Worker:
         return f"the process of {self.settings.name} ended with code {code}" + (f":\n{said}" if said else ".")
 
     def end(self) -> None:
-        """Stop at once: what a run has finished is on the disk."""
+        """Stop at once: finished epochs and measurements are on the disk."""
         self.process.kill()
         self.process.wait()
         for ear in self.ears:
             ear.join()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # what was on its way to the worker
+                with contextlib.suppress(BrokenPipeError):  # the worker no longer reads
                     stream.close()
 
 
@@ -232,7 +233,7 @@ class _Worker:
 
 
 class _Teller(Watcher):
-    """Tells the parent, and ends where there is none any more."""
+    """Reports to the parent, and ends the process if the parent is gone."""
 
     def __init__(self, say: Callable[..., None]) -> None:
         self.say, self.parent = say, os.getppid()
@@ -265,7 +266,7 @@ def _work(device: str) -> None:
     from .store import append_line, locked, read_records
     from .study import data_key, load_data, measured, trained
 
-    # Lines of others, such as a library that prints, must not come between.
+    # Only events may go to the parent, so what libraries print goes to stderr.
     sys.stdout.flush()
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
@@ -283,12 +284,12 @@ def _work(device: str) -> None:
         try:
             key = (data_key(settings), job["root"])
             if loaded[0] != key:
-                loaded = (None, None)  # before the next one is there: both might not fit
+                loaded = (None, None)  # freed before the next data set is loaded: both might not fit
                 loaded = (key, load_data(settings, root=job["root"]).to(place))
             watch, data = _Teller(say), loaded[1]
             with locked(home):
                 model = trained(settings, data, home, watch, place, tensorboard=job["tensorboard"])
-                # In a folder that is shared, others may have come first, and must find what was measured here.
+                # Another process may have measured in a shared folder meanwhile.
                 done = {r["measurement"] for r in read_records(home)} if job.get("keep") else set()
                 open_ = [m for m in measurements_of(job["measure"]) if m.name not in done]
                 for record in measured(model, data, settings, open_, watch, place):
@@ -307,5 +308,5 @@ def _work(device: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     _work(sys.argv[1])

@@ -34,7 +34,7 @@ AUGMENTATIONS: dict[str, type[Augmentation]] = {
 def parse_augmentation(text: str | Augmentation) -> Augmentation:
     """An augmentation from its text: ``cutout``, ``randaugment(n=3, m=4)``, ``gaussian(0.1)``.
 
-    Options are given by name, or in their order. An augmentation stays as it is.
+    Options are given by name, or in their order. An augmentation is returned unchanged.
     """
     if isinstance(text, Augmentation):
         return text

@@ -1,4 +1,4 @@
-"""What every augmentation has: a text, checked options, bytes in and pixels out, draws from one generator."""
+"""The base of augmentations: checked options that are text too, bytes in and pixels out, one generator."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Augmented(NamedTuple):
     y: Tensor  # int64 [N]
     y2: Tensor | None = None  # int64 [N], the second class of a mixed image
     weight: Tensor | None = (
-        None  # float [N], of the first: the loss is weight * ce(y) + (1 - weight) * ce(y2)
+        None  # float [N], of the first class: the loss is weight * ce(y) + (1 - weight) * ce(y2)
     )
 
 
 def option(default: Any, read: Callable[[str], Any]) -> Any:
-    """A field of an augmentation, with what reads and checks its text. None stands for a value that the data gives."""
+    """A field of an augmentation, with the reader that checks its text. None means a value that the data gives."""
     return field(default=default, metadata={"read": read})
 
 
@@ -48,11 +48,11 @@ side = within(0, whole=True)  # pixels
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random changes of a batch of images, each image with its own draws.
+    """Random changes of a batch of images. Each image has its own random numbers.
 
     Called with bytes [N, C, H, W], labels [N], the data set (what may be mirrored and cropped, the mean colour) and a
-    generator, which may be on another device than the images. A whole epoch is as good as a batch: nothing is shared
-    between images but what mixing pairs, and a GPU is busier.
+    generator, which may be on another device than the images. A call may take a whole epoch, which uses a GPU better:
+    images are independent, except for the pairs of mixing.
     """
 
     name: ClassVar[str]
@@ -98,7 +98,7 @@ class Augmentation:
 
         def change(x: Tensor, generator: Generator) -> Tensor:
             low, high = (v.item() for v in x.aminmax()) if x.numel() else (0.0, 1.0)
-            if not x.is_floating_point() or not (low >= 0 and high <= 1):  # so written that NaN is refused
+            if not x.is_floating_point() or not (low >= 0 and high <= 1):  # refuses NaN too
                 raise LabError(
                     f"{self.name} expected pixels as floats in [0, 1], before standardisation; got {x.dtype} from "
                     f"{low:.4g} to {high:.4g}"

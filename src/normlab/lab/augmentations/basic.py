@@ -1,4 +1,4 @@
-"""Mirror images, crops, Cutout, Gaussian noise; and the last steps of the augmentations that go on from there."""
+"""Mirror images, crops, Cutout, Gaussian noise, and the last steps that other augmentations share."""
 
 from __future__ import annotations
 
@@ -18,21 +18,12 @@ if TYPE_CHECKING:
     from ..data import Data
 
 __all__ = [
-    "Crop",
-    "Cutout",
-    "Flip",
-    "Gaussian",
-    "Identity",
-    "Standard",
-    "coloured",
-    "covered",
-    "cut",
-    "moved",
-]
+    "Crop", "Cutout", "Flip", "Gaussian", "Identity", "Standard", "coloured", "covered", "cut", "moved",
+]  # fmt: skip
 
 
 def covered(x: Tensor, fill: str) -> Tensor:
-    """With the coverage as last channel where the mean colour is to be seen through it."""
+    """Add the coverage as last channel, if uncovered pixels get the mean colour."""
     return torch.cat([x, torch.full_like(x[:, :1], 255)], 1) if fill == "mean" else x
 
 
@@ -42,7 +33,7 @@ def moved(x: Tensor, data: Data, draw: Draw) -> Tensor:
 
 
 def cut(x: Tensor, size: int, draw: Draw) -> Tensor:
-    """Nothing in a square of side ``size`` around a random pixel; part of it may fall outside of the image."""
+    """Zero a square of side ``size`` around a random pixel; part of it may lie outside the image."""
     n, _, height, width = x.shape
     if not size:
         return x
@@ -53,7 +44,7 @@ def cut(x: Tensor, size: int, draw: Draw) -> Tensor:
 
 
 def coloured(x: Tensor, data: Data, fill: str) -> Tensor:
-    """Pixels; the mean colour, 0 after standardisation, where the coverage is none."""
+    """Pixels, with the mean colour (0 after standardisation) where nothing is covered."""
     if fill == "black":
         return pixels(x)
     mean = torch.tensor(data.mean, device=x.device).view(-1, 1, 1)
@@ -73,7 +64,7 @@ class Identity(Augmentation):
 
 @dataclass(frozen=True)
 class Flip(Augmentation):
-    """Mirrored, left to right, every second time. An error where the data set says that this changes the class."""
+    """Mirrored left to right with probability 1/2. An error if the data set says that this changes the class."""
 
     name = "flip"
     about = "mirror images"

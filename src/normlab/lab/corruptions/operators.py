@@ -115,9 +115,8 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     if rows.dim() == 2:
         rows, columns = rows.unsqueeze(0), columns.unsqueeze(0)
     exact = _exactly(x)
-    half = exact.new_empty(
-        *x.shape[:-2], rows.shape[1], x.shape[-1]
-    )  # reused: new memory costs more than the product
+    # Reused: new memory costs more than the product.
+    half = exact.new_empty(*x.shape[:-2], rows.shape[1], x.shape[-1])
     lines = half.view(-1, x.shape[-1])
     total = exact.new_empty(len(lines), columns.shape[1])
     for k, (r, c) in enumerate(zip(rows.to(exact), columns.to(exact), strict=True)):

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
         return [p.name for p in own if p.kind == p.KEYWORD_ONLY] + ["init", "standardize", "weights"]
 
 
-# He's deviation for convolutional networks, as the papers have it; torch's own where they do not say.
+# He's initialization for convolutional networks, as in the papers; torch's own if a paper does not say.
 _ENTRIES: dict[str, Entry] = {
     "small": Entry(small, "four 3x3 convolutions of 8 to 32 channels", "torch"),
     **{f"vgg{d}": Entry(vgg, f"VGG-{d} for small images, one linear layer", fixed={"depth": d}) for d in DEPTHS},
@@ -64,7 +64,7 @@ _STANDARD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 def build(name: str, data_like: Sized, norm: NormSpec | str, *, seed: int, **options: Any) -> Classifier:
-    """A network for data of this size, on the CPU, its first weights drawn from ``seed``: the same whatever the norm.
+    """A network for data of this size, on the CPU. Its initial weights depend on ``seed`` and not on the norm.
 
     Args:
         name: one of :data:`NAMES`.

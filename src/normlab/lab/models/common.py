@@ -1,4 +1,4 @@
-"""What every network of the lab shares: pixels in, standardised inside, first weights by a seed."""
+"""What every network of the lab shares: it takes pixels, standardises them, and has initial weights by seed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Standardize(nn.Module):
 class Classifier(nn.Sequential):
     """``standardize``, then ``net``: pixels in [0, 1], float [N, C, H, W], to logits [N, K].
 
-    ``notes`` says in words what the name and the norm do not, for tables and reports.
+    ``notes`` are remarks for tables and reports, beyond the name and the norm.
     """
 
     standardize: Standardize
@@ -84,7 +84,7 @@ def _he(module: nn.Conv2d | nn.Linear) -> None:
 
 def _torch(module: nn.Conv2d | nn.Linear) -> None:
     module.reset_parameters()
-    if module.bias is None:  # draw it all the same: the layers that follow start alike with and without
+    if module.bias is None:  # drawn in any case, so that later layers start alike with and without it
         torch.empty(len(module.weight)).uniform_()
 
 
@@ -92,9 +92,9 @@ INITS = {"he": _he, "torch": _torch}  # He et al. 2015, fan-in, biases at zero; 
 
 
 def initialise(net: nn.Module, init: str) -> None:
-    """Draw convolutions and linear layers anew, in their order, and nothing inside of normalization layers.
+    """Initialize convolutions and linear layers, in their order, and nothing inside normalization layers.
 
-    So the weights of a seed are the same whatever normalizer stands between them.
+    So the weights of a seed are the same with every normalizer.
     """
     for _, module in walk(net):
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -102,7 +102,7 @@ def initialise(net: nn.Module, init: str) -> None:
 
 
 def load_weights(net: nn.Module, path: str, name: str) -> None:
-    """Weights from a local file, safetensors or a state dict of torch's; every one must be there and fit."""
+    """Load weights from a local file, safetensors or a torch state dict. All must be there and fit."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise LabError(f"there is no file of weights {file}")

@@ -1,4 +1,4 @@
-"""Any model of torchvision or timm, its norm layers exchanged by surgery."""
+"""Any model of torchvision or timm. Surgery replaces its norm layers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def external(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """``torchvision:NAME`` or ``timm:NAME`` for the classes of ``data``, and what to tell readers of it.
 
-    Batch norm stays what it is where the norm is ``batch`` without options. Other layers start as constructed, or, in
-    a network with weights from a file, computing what it computed, where they can. Layers that surgery cannot exchange
-    stay, and the notes say so.
+    If the norm is ``batch`` without options, batch norm layers stay. New layers have their default parameters. In a
+    network with weights from a file they compute what the old ones did, if they can. Layers that surgery cannot
+    replace stay, and the notes say so.
     """
     library, _, model = name.partition(":")
     net = (_torchvision if library == "torchvision" else _timm)(model, data)
@@ -79,7 +79,7 @@ def _with_norm(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> tuple[n
 
 
 def _separated(norm: NormSpec) -> Callable[..., nn.Module]:
-    """A maker for surgery, which has no target of that name: epsilon and momentum stay those of the old layer."""
+    """Makes layers for surgery, which has no target of that name. They keep epsilon and momentum of the old layer."""
 
     def separated(channels: int, eps: float = 1e-5, momentum: float | None = 0.1) -> nn.Module:
         options = {"eps": eps, "momentum": momentum} | dict(norm.options)

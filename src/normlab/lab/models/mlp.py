@@ -42,7 +42,7 @@ def mlp(
         depth: hidden layers, each of ``width`` units.
         widths: the units of every hidden layer instead, such as "392-196-2-49".
         norm_at: which hidden layers have a norm: "all", or their numbers from 1, such as "1,2".
-        place: where it stands in its layer, "before_relu", "after_relu" or "before_linear".
+        place: where the norm stands in its layer, "before_relu", "after_relu" or "before_linear".
         stem: a linear map to ``width`` units comes first, without norm and ReLU.
         activation: "relu", or "none" for a deep linear network.
     """

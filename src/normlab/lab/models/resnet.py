@@ -1,7 +1,7 @@
 """Residual networks for small images: those for CIFAR, pre-activation ResNet-18, Wide ResNets, and all with Fixup.
 
-The names of the first are those of the weights that are published for it, ``layer1.0.conv1.weight``; what stands at
-``bn1`` is whatever norm was asked for. Convolutions have a bias only where nothing normalizes after them.
+Parameters of the CIFAR networks have the names of published weights, ``layer1.0.conv1.weight``. ``bn1`` is the norm
+that was asked for. Convolutions have a bias only if no norm follows them.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _blocks(depth: int, rest: int, kind: str) -> int:
 
 
 def make_fixup(net: nn.Module, norm: NormSpec) -> tuple[nn.Module, tuple[str, ...]]:
-    """A network with batch norm as Fixup has it, and what to tell readers.
+    """Turn a network with batch norm into one with Fixup. Also returns notes for readers.
 
     Shortcuts see what the first convolution of a block sees, ``x`` plus its bias. A Wide ResNet keeps one norm, before
     the classifier, as in "Batch Normalization is a Cause of Adversarial Vulnerability"; ``fixup(final_norm='none')``

@@ -1,9 +1,8 @@
-"""Recipes: each is one file that says what a training step computes; the loop does everything else.
+"""Recipes: each is one file that says what a training step computes. The loop does everything else.
 
-A recipe is an object with four methods, of which :class:`Recipe` has three already. A step is one or more phases, in
-order; a phase has its own parameters and optimizer, so that a generator and its critic, or weights and architecture,
-are two phases of one recipe. Code in a phase runs thousands of times an epoch and may be captured in a CUDA graph: it
-returns tensors, asks none of them for its value, and decides nothing on them.
+A recipe is a subclass of :class:`Recipe`. A step has one or more phases, in order. A phase has its own parameters and
+optimizer: a generator and its critic are two phases of one recipe. Code in a phase runs thousands of times an epoch and
+may be captured in a CUDA graph. So it returns tensors, and reads the value of none.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ RECIPES: tuple[str, ...] = ("classify", "augmented", "streams", "adversarial")
 
 
 class Batch(NamedTuple):
-    """What a step reads: tensors of as many rows each."""
+    """What a step reads: tensors with the same number of rows."""
 
     x: Tensor  # float [B, C, H, W], pixels in [0, 1], augmented
     y: Tensor  # int64 [B]
-    more: tuple[Tensor, ...] = ()  # what else the recipe's own :meth:`Recipe.images` made
+    more: tuple[Tensor, ...] = ()  # further tensors from :meth:`Recipe.images`
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -50,7 +49,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What a step may use besides model and batch."""
+    """What a step may use besides the model and the batch."""
 
     settings: Settings
     data: Data
@@ -69,47 +68,45 @@ class Phase(NamedTuple):
 class Recipe:
     """The base: one phase over all parameters. A recipe defines :meth:`step` and :meth:`evaluate`."""
 
-    score: str = (
-        "accuracy"  # of what evaluate() returns, the value that chooses the best epoch; higher is better
-    )
+    score: str = "accuracy"  # the value of evaluate() that chooses the best epoch; higher is better
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         """Scalars by name: ``loss`` is minimised; all are averaged over the epoch's images and logged."""
         raise NotImplementedError
 
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
-        """What is logged of the test set after an epoch; ``score`` is one of the names."""
+        """What is logged about the test set after an epoch. It has the name ``score``."""
         raise NotImplementedError
 
     def check(self, model: nn.Module) -> None:
-        """Say what of the model does not fit; it is asked before anything is written or trained."""
+        """Raise if the model does not fit. Called before anything is written or trained."""
 
     def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
-        """What steps read of a block of training images, uint8 ``[n, C, H, W]``; it is cut into batches afterwards.
+        """Make what steps read from a block of training images, uint8 ``[n, C, H, W]``. It is then cut into batches.
 
-        It runs outside of captured steps, on many images at once. Images may stay bytes: steps are given pixels.
+        This runs outside captured steps, on many images at once. Images may stay bytes: steps get pixels.
         """
         from ..data import augment
 
         return Batch(augment(x, ctx.data, generator) if ctx.settings.augment else x, y)
 
     def show(self, model: nn.Module, batch: Batch, ctx: Context) -> None:
-        """Run a batch through the model as training does, where statistics are estimated anew."""
+        """Run a batch through the model as training does, to estimate statistics."""
         model(batch.x)
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         return [Phase("model", model.parameters(), self.step)]
 
     def start_epoch(self, model: nn.Module, progress: float) -> bool:
-        """Called before each epoch with the share of training done, for schedules of the model's own.
+        """Called before each epoch with the share of training done, for schedules inside the model.
 
-        True says that more than values changed, and a captured step must be captured again.
+        Returns True if a captured step must be captured again, because more than values changed.
         """
         return False
 
 
 def recipe(text: str) -> Recipe:
-    """The recipe of that name; with arguments in parentheses where it takes some.
+    """The recipe of that name, with arguments in parentheses if it takes any.
 
     >>> recipe("streams(main=standard, aux=pgd(eps=4/255, units=pixels, steps=4))")
     streams(main=standard, aux=pgd(eps=4/255, units=pixels, steps=4))
@@ -126,7 +123,7 @@ def recipe(text: str) -> Recipe:
 
 
 def arguments(text: str) -> tuple[str, dict[str, str]]:
-    """A name and its arguments as texts; one without a name of its own is called ``""``.
+    """A name and its arguments as texts. An argument without a name has the name ``""``.
 
     >>> arguments("streams(main=cutout, aux=randaugment(n=3, m=4))")
     ('streams', {'main': 'cutout', 'aux': 'randaugment(n=3, m=4)'})

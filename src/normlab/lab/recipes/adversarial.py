@@ -1,7 +1,7 @@
-"""Adversarial training: every image of a batch is attacked through the model as it is, and the model learns those.
+"""Adversarial training: every image of a batch is attacked through the present model, which learns the results.
 
-``adversarial(eps=4/255, units=pixels, steps=4, step=2/255)`` is a recipe; ``pgd(...)`` in the same words is a maker of
-one of two streams (:mod:`normlab.lab.recipes.streams`).
+``adversarial(eps=4/255, units=pixels, steps=4, step=2/255)`` is a recipe. ``pgd(...)`` with the same arguments makes
+the images of one of two streams (:mod:`normlab.lab.recipes.streams`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adversarial", "Adversary", "attacked_score", "make", "parse_adversary"]
 
-_TESTED = 1000  # test images attacked after each epoch: enough to follow a training by
+_TESTED = 1000  # test images that are attacked after each epoch, to follow the training
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Adversary:
 
     Args:
         attack: the attack.
-        training: it sees the training mode, in which batch statistics normalize; otherwise the running ones do.
-        update: its forward passes move the running statistics of the branch they go through. The published code of
-            "Sandwich Batch Normalization" attacks in training mode with this; other branches never move.
-        of: the maker of the images that are attacked; None: those of the other stream.
+        training: it sees the model in training mode, with batch statistics; otherwise with running statistics.
+        update: its forward passes update the running statistics of their branch, and of no other. The published code of
+            "Sandwich Batch Normalization" attacks in training mode with this.
+        of: the maker of the images to attack; None means those of the other stream.
     """
 
     attack: Attack
@@ -54,7 +54,7 @@ class Adversary:
             raise LabError("update=true needs mode=train: in evaluation mode no statistics move")
 
     def check(self, data: Data) -> None:
-        """Refuse a size that reaches every image, before the first step: within it a GPU's values are not asked for."""
+        """Refuse a radius that reaches every image. Done before the first step, which must not read values of a GPU."""
         deviations = data.std if self.attack.units == "standardised" else (1.0,)
         self.attack.check_radius(deviations, data.test.x[0].numel())
 
@@ -68,7 +68,7 @@ class Adversary:
     ) -> Tensor:
         """Pixels to adversarial pixels; the branch attacked is the one that is routed.
 
-        A standardised unit is the model's own where it says, else that of ``data``, as in measurements.
+        A standardised unit is the model's own if it has one, else that of ``data``, as in measurements.
         """
         return self.attack(
             model,
@@ -82,7 +82,7 @@ class Adversary:
 
 
 def units_of(model: nn.Module, data: Data | None, device: torch.device) -> dict[str, Any]:
-    """Mean and deviation of ``data`` for a model that does not say by what it standardises."""
+    """Mean and deviation of ``data``, for a model that does not have its own."""
     if data is None or hasattr(model, "standardize"):
         return {}
     return {"mean": _values(data.mean, device), "std": _values(data.std, device)}
@@ -90,7 +90,7 @@ def units_of(model: nn.Module, data: Data | None, device: torch.device) -> dict[
 
 @cache
 def _values(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Kept: a step that is captured cannot copy anything to the device."""
+    """Cached, because a captured step cannot copy to the device."""
     return torch.tensor(values, device=device)
 
 
@@ -122,7 +122,7 @@ def adversary(kind: str, given: Mapping[str, str], text: str) -> Adversary:
         except LabError as error:
             raise LabError(f"{kind}: {key}={value}: {error}") from None
     if "eps" not in read or "units" not in read:
-        # 8/255 of a pixel and 8/255 of a standard deviation are both plausible; nobody can guess which was meant.
+        # 8/255 of a pixel and 8/255 of a standard deviation are both plausible, so the units must be given.
         raise LabError(f"{text!r} needs eps and its units: eps=8/255, units=pixels (of the range [0, 1]), or "
                        "units=standardised (multiples of each channel's deviation)")  # fmt: skip
     training, update, of = (
@@ -147,7 +147,7 @@ def attacked_score(model: nn.Module, ctx: Context, attack: Attack) -> Score:
     def change(x: Tensor, y: Tensor) -> Tensor:
         return attack(model, x, y, generator=draw, **units_of(model, ctx.data, x.device))
 
-    with counted():  # of a training that diverges the loop tells once, not each epoch
+    with counted():  # counted, not warned about: the loop reports a training that diverges
         return score_under(change, model, x[:_TESTED], y[:_TESTED])
 
 
@@ -179,7 +179,7 @@ class Adversarial(Classify):
 
 
 def check_statistics(model: nn.Module, ctx: Context) -> None:
-    """Statistics that are estimated anew before a test are those of images as they are, not of attacked ones."""
+    """Refuse statistics that are estimated after an epoch: they would be those of images without an attack."""
     if ctx.settings.ema:
         raise LabError("averaged weights (ema) have no statistics of attacked images; leave ema at 0")
     if averaging(model):

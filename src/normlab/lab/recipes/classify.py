@@ -31,7 +31,7 @@ class Classify(Recipe):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
-        """Accuracy in per cent and mean cross entropy on the test set, by one question to the device."""
+        """Accuracy in per cent and mean cross entropy on the test set. Reads from the device once."""
         from ..data import pixels
 
         x, y = ctx.data.test
@@ -55,7 +55,7 @@ class Classify(Recipe):
         return [Phase("model", parameters, self.step)]
 
     def start_epoch(self, model: nn.Module, progress: float) -> bool:
-        """The radius of sparse switchable norms follows training; what has become one-hot is no longer learned."""
+        """Set the radius of sparse switchable norms. Weights that became one-hot are no longer learned."""
         sparse = any(isinstance(m, SparseSwitchNorm) for m in model.modules())
         if sparse:
             set_radius(model, progress)

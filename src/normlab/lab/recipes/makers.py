@@ -1,4 +1,4 @@
-"""Makers: what turns a block of training images into those that a stream is trained on, and the loss on them.
+"""Makers turn a block of training images into those that a stream is trained on. Also the loss on them.
 
 A maker is the text of an augmentation, several joined by ``+`` (``crop(pad=2)+flip``), or a function of uint8
 images ``[N, C, H, W]``, labels, the data set and a generator that returns as many images, uint8 or floats in [0, 1]; or
@@ -70,7 +70,7 @@ class _Chain:
         other = weight = None
         found: Tensor = x
         for step in self.steps:
-            # Augmentations take bytes; what an earlier one made is rounded to them, as a stored image would be.
+            # Augmentations take bytes, so pixels from an earlier one are rounded, as in a stored image.
             made = step(_bytes(found), y, data, generator)
             found, y, second, share = (made, y, None, None) if isinstance(made, Tensor) else made
             if second is not None and other is not None:
@@ -80,9 +80,9 @@ class _Chain:
 
 
 def made(maker: Maker, x: Tensor, y: Tensor, data: Data, generator: torch.Generator, who: str) -> Part:
-    """A maker's images and targets, checked: they are made many at once, so looking at them costs little.
+    """A maker's images and targets, checked. They are made many at once, so the check costs little.
 
-    Images that are pixels in [0, 1] already are given to it as bytes, rounded, unless it leaves them as they are.
+    Pixels in [0, 1] are rounded to bytes for the maker, unless it changes no values.
     """
     if x.is_floating_point():
         _check_pixels(x, f"{who} is given")
@@ -118,7 +118,7 @@ def _check_pixels(x: Tensor, what: str) -> None:
 
 
 def check_maker(maker: object, who: str) -> None:
-    """Say so where a function cannot be called with images, labels, data and generator."""
+    """Refuse a function that cannot be called with images, labels, data and generator."""
     call = maker.forward if isinstance(maker, nn.Module) else maker  # a module's own signature takes anything
     if not callable(call):
         raise LabError(f"{who} is made by {maker!r}; expected the text of an augmentation or attack, or a function of "
@@ -130,12 +130,12 @@ def check_maker(maker: object, who: str) -> None:
         raise LabError(f"{who} is made by {name}, which does not take images, labels, data and generator; where it "
                        "takes images alone, give a function that calls it: lambda x, y, data, generator: change(x)"
                        ) from None  # fmt: skip
-    except ValueError:  # a function that has no signature to be looked at
+    except ValueError:  # a function without a signature
         return
 
 
 def cross_entropy(logits: Tensor, part: Part, smoothing: float) -> Tensor:
-    """The mean over the batch, against both labels in their proportion."""
+    """The mean over the batch. Both labels count with their weights."""
 
     def against(y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, reduction="none", label_smoothing=smoothing)

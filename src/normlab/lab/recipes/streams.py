@@ -1,4 +1,4 @@
-"""Two distributions through one set of weights: each stream of images has its own branch of every separated layer.
+"""Two streams of images through one set of weights. Each has its own branch of every separated layer.
 
 Weak Augment, AdvProp and their baselines are one recipe with different makers of images::
 
@@ -6,7 +6,7 @@ Weak Augment, AdvProp and their baselines are one recipe with different makers o
     streams(main=standard, aux=pgd(eps=8/255, units=pixels, steps=7))            # AdvProp
     streams(main=cutout, aux=randaugment(n=3, m=4), separated=false)             # both through one batch norm
 
-The two losses are averaged, never summed, which would double the learning rate; the optimizer makes one step.
+The two losses are averaged: a sum would double the learning rate. The optimizer makes one step.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class TwoStreams(Classify):
     def __repr__(self) -> str:
         return self.text or f"two_streams({self.streams})"
 
-    # Images: outside of captured steps, many at once
-
     def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
         """The images of both streams, each augmented independently."""
         parts = self._parts(x, y, ctx.data, generator)
@@ -69,8 +67,6 @@ class TwoStreams(Classify):
         found = [_made(stream, x, y, data, generator) for stream in self.streams]
         first = next(part for part in found if part is not None)
         return [first if part is None else part for part in found]
-
-    # The step
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         parts = self._attacked(model, _parts(batch), ctx.generator, ctx.data)
@@ -84,7 +80,7 @@ class TwoStreams(Classify):
         label_smoothing: float = 0.0,
         data: Data | None = None,
     ) -> dict[str, Tensor]:
-        """Scalars of a step on images that are made already: ``loss`` is the mean of the streams' losses."""
+        """Scalars of a step on the images of both streams. ``loss`` is the mean of the two losses."""
         found = self._logits(model, [part.x for part in parts])
         logits = [check_logits(model, z, part.x, data) for z, part in zip(found, parts, strict=True)]
         names = [stream.branch for stream in self.streams]
@@ -97,9 +93,9 @@ class TwoStreams(Classify):
     def loss(
         self, model: nn.Module, x: Tensor, y: Tensor, data: Data, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """The same from images ``[N, C, H, W]``, uint8 or pixels in [0, 1], for a training loop of your own.
+        """Scalars of a step for a training loop of your own, from images ``[N, C, H, W]``, uint8 or pixels in [0, 1].
 
-        ``data`` says what makers need to know: what may be mirrored and cropped, the mean colour.
+        Makers read from ``data`` what may be mirrored and cropped, and the mean colour.
         """
         from ..data import check_batch, check_data, pixels
 
@@ -112,7 +108,7 @@ class TwoStreams(Classify):
         return self.losses(model, self._attacked(model, parts, generator, data), data=data)
 
     def _logits(self, model: nn.Module, images: Sequence[Tensor]) -> list[Tensor]:
-        """Two forward passes, or one with a branch for each sample; the same numbers up to rounding."""
+        """Two forward passes, or one with a branch for each sample. The numbers are the same up to rounding."""
         if not self.one_forward:
             found = []
             for stream, x in zip(self.streams, images, strict=True):
@@ -125,12 +121,12 @@ class TwoStreams(Classify):
             return list(model(together).split(len(images[0])))
 
     def _index(self, model: nn.Module, device: torch.device, size: int) -> Tensor | None:
-        """The branch of each sample of the concatenated batch; None where one normalizer serves both."""
+        """The branch of each sample of the concatenated batch; None if both streams share one normalizer."""
         if not self.separated:
             return None
         known = branches_of(model)
         places = [known.index(stream.branch) for stream in self.streams]
-        # From numbers that the host knows: nothing is copied to the device, which a captured step could not do.
+        # Made by fill, because a captured step cannot copy from the host to the device.
         return torch.cat([torch.full((size,), place, device=device) for place in places])
 
     def _routed(self, model: nn.Module, branch: str) -> AbstractContextManager[Any]:
@@ -139,7 +135,7 @@ class TwoStreams(Classify):
     def _attacked(
         self, model: nn.Module, parts: Sequence[Part], generator: torch.Generator, data: Data
     ) -> list[Part]:
-        """An attacked stream's images are made through its own branch, so that only its statistics can move."""
+        """Attack the streams with an adversary, each through its own branch, so that no other statistics change."""
         found = []
         for stream, part in zip(self.streams, parts, strict=True):
             if stream.adversary is not None:
@@ -151,10 +147,8 @@ class TwoStreams(Classify):
     def show(self, model: nn.Module, batch: Batch, ctx: Context) -> None:
         self._logits(model, [part.x for part in _parts(batch)])
 
-    # Testing
-
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
-        """Accuracy and loss of each branch on the test images; under a stream's attack also on a thousand attacked."""
+        """Accuracy and loss of each branch on the test images, and on attacked ones for a stream with an attack."""
         found: dict[str, float] = {}
         for k, stream in enumerate(self.streams):
             with self._routed(model, stream.branch):
@@ -163,7 +157,8 @@ class TwoStreams(Classify):
                     found |= {prefix + name: v for name, v in super().evaluate(model, ctx).items()}
                 if stream.adversary is not None:
                     score = attacked_score(model, ctx, stream.adversary.attack)
-                    prefix = f"{stream.branch}_" if "attacked_accuracy" in found else ""  # where both attack
+                    # If both streams attack.
+                    prefix = f"{stream.branch}_" if "attacked_accuracy" in found else ""
                     found |= {
                         f"{prefix}attacked_accuracy": score.accuracy,
                         f"{prefix}attacked_test_loss": score.loss,
@@ -183,7 +178,7 @@ class TwoStreams(Classify):
         return super().phases(model, ctx)
 
     def check(self, model: nn.Module) -> None:
-        """Say what does not fit before the first step."""
+        """Refuse a model whose branches do not fit the streams."""
         known = branches_of(model)
         if not self.separated:
             if known:
@@ -212,7 +207,7 @@ def two_streams(
     """A recipe for two streams of images, each through the branch that it is named after.
 
     Args:
-        streams: two makers by the name of their branch; the first is the one that is tested. A maker is the text of an
+        streams: two makers by the name of their branch. The first stream is tested. A maker is the text of an
             augmentation (``"cutout"``, ``"randaugment(n=3, m=4)"``), of an attack (``"pgd(eps=8/255, units=pixels)"``,
             made through the stream's own branch from the images of the other stream, or from those of another maker:
             ``of=standard``), or a function of uint8 images, labels, data and generator that returns as many images. An

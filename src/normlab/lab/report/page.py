@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.messages import words
 from ..results import plain
-from . import figures as draw
-from .gather import gather, words_of
+from . import lines, maps, marks
+from .configurations import words_of
+from .drawing import again
+from .gather import gather
 from .palette import COLOURS
 from .view import Cell, Comparison, ComparisonRow, Config, Curve, Quantity, View
 from .words import decimals, near_words, reading, show, signed
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["render"]
 
 HERE = Path(__file__).parent
-HEAVY = 400_000  # bytes of a drawing from which its picture in pixels is taken, where there is one beside it
-LIMIT = 24  # configurations whose own curves and samples are shown; a grid of hundreds would make a page nobody opens
+HEAVY = 400_000  # bytes of a drawing above which the PNG beside it is used instead
+LIMIT = 24  # configurations with curves and samples of their own; hundreds would make the page too large
 SECTIONS = (
     ("robustness", ("epsilon", "noise", "severity")),
     ("frequency", ("bandwidth",)),
@@ -47,7 +49,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Block:
-    """Curves of one kind, and whatever else stands in their section."""
+    """A section of curves."""
 
     id: str
     name: str
@@ -71,7 +73,7 @@ def render(
         return Markup(text)
 
     place = count()
-    swatch = cache(lambda look, line: draw.swatch(look, line=line))
+    swatch = cache(lambda look, line: marks.swatch(look, line=line))
     view = gather(results)
     configs = {c.label: c for c in view.configs}
     heat_maps = [heat_map_block(m, safe) for m in view.heat_maps]
@@ -88,7 +90,7 @@ def render(
         "headline_caption": headline_caption(view),
         "error_note": error_note(view),
         "glance": glance(view, safe),
-        "comparisons": [(c, safe(draw.comparison(c)) if drawable(c) else "") for c in comparisons],
+        "comparisons": [(c, safe(marks.comparison(c)) if drawable(c) else "") for c in comparisons],
         "pictures": [picture(Path(f)) for f in figures],
         "curve_blocks": blocks,
         "heat_maps": heat_maps,
@@ -105,7 +107,7 @@ def render(
         "version": __version__,
         "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "limit": LIMIT,
-        "swatch": lambda look, line=True: safe(draw.again(swatch(look, line), next(place))),
+        "swatch": lambda look, line=True: safe(again(swatch(look, line), next(place))),
         "show": show,
         "signed": signed,
         "places": places,
@@ -139,7 +141,7 @@ def style() -> str:
 
 
 def sections(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the page has, for its table of contents."""
+    """The sections of the page, for its table of contents."""
     beside = values["comparisons"] or values["pictures"]
     there = [] if beside and not values["view"].configs else [("result", "Result")]
     if beside:
@@ -169,7 +171,7 @@ def title_of(view: View) -> str:
 
 
 def asked(view: View, results: Results | None) -> str:
-    """What was asked, in a sentence."""
+    """What was compared, in a sentence."""
     if not view.configs:
         return ""
     axes = [
@@ -205,7 +207,7 @@ def error_note(view: View) -> str:
 
 
 def streams_note(view: View) -> str:
-    """What the learning curves without a branch in their name are of, where runs have two."""
+    """If runs have two branches: what the learning curves without a branch in their name show."""
     pairs = dict.fromkeys(c.streams for c in view.courses if c.streams)
     if not pairs:
         return ""
@@ -263,7 +265,7 @@ def command_of(results: Results | None) -> str:
 
 
 def facts(view: View, results: Results | None) -> list[tuple[str, str]]:
-    """Versions, machine and time, as the records have them; several where runs were made on several."""
+    """Versions, machines and time, from the records."""
     found: dict[str, dict[str, None]] = {}
     measuring = 0.0
     for config in view.configs:
@@ -301,17 +303,17 @@ def duration(seconds: float) -> str:
 
 
 def glance(view: View, safe: Any) -> str:
-    """Only where it says more than the table: several configurations, few enough to tell apart."""
+    """Drawn for several configurations that are few enough to tell apart."""
     columns = [c for c in view.columns if c.unit == "%" and not c.whole]
     few = 2 <= len(view.configs) <= 10 and 2 <= len(columns) <= 16
-    return safe(draw.glance(columns, view.configs)) if few else ""
+    return safe(marks.glance(columns, view.configs)) if few else ""
 
 
 def curve_blocks(view: View, configs: dict[str, Config], safe: Any) -> list[Block]:
     blocks = []
     for id_, kinds in SECTIONS:
         curves = sorted((c for c in view.curves if c.kind in kinds), key=lambda c: kinds.index(c.kind))
-        drawings = [(c, safe(draw.curve(c, configs))) for c in curves]
+        drawings = [(c, safe(lines.curve(c, configs))) for c in curves]
         extra = (id_ == "robustness" and view.corruptions) or (id_ == "frequency" and view.heat_maps)
         if drawings or extra:
             there = [k for k in kinds if any(c.kind == k for c in curves)]
@@ -330,9 +332,9 @@ def across(curve: Curve) -> list[tuple[float, list[Cell | None]]]:
 
 
 def heat_map_block(found: Any, safe: Any) -> tuple[Any, str, list[tuple[str, str]]]:
-    scale = draw.scale_of(found.maps)
-    drawings = [(k, safe(draw.heat_map(v, scale, k, found))) for k, v in found.maps.items()]
-    return found, safe(draw.colour_bar(scale, "error (%), one scale for all maps")), drawings
+    scale = maps.scale_of(found.maps)
+    drawings = [(k, safe(maps.heat_map(v, scale, k, found))) for k, v in found.maps.items()]
+    return found, safe(maps.colour_bar(scale, "error (%), one scale for all maps")), drawings
 
 
 def grid_line_blocks(view: View, safe: Any) -> list[tuple[str, list[Any], list[tuple[str, str]]]]:
@@ -341,7 +343,7 @@ def grid_line_blocks(view: View, safe: Any) -> list[tuple[str, list[Any], list[t
     for axis in axes:
         here = [g for g in view.grid_lines if g.x_label == axis]
         keys = {label: look for g in here for label, (look, _) in g.series.items()}
-        blocks.append((axis, list(keys.items()), [(g.title, safe(draw.grid_line(g))) for g in here]))
+        blocks.append((axis, list(keys.items()), [(g.title, safe(lines.grid_line(g))) for g in here]))
     return blocks
 
 
@@ -350,14 +352,14 @@ def grid_map_blocks(view: View, safe: Any) -> list[tuple[str, str, list[tuple[st
     for title in dict.fromkeys(g.title for g in view.grid_maps):
         here = [g for g in view.grid_maps if g.title == title]
         means = {g.panel: [[c.mean for c in g.cells.values()]] for g in here}
-        scale = draw.scale_of(means)
-        bar = safe(draw.colour_bar(scale, "accuracy (%)" if here[0].unit == "%" else title))
+        scale = maps.scale_of(means)
+        bar = safe(maps.colour_bar(scale, "accuracy (%)" if here[0].unit == "%" else title))
         blocks.append(
             (
                 title,
                 bar,
                 [
-                    (g.panel or f"{g.row_name} by {g.column_name}", safe(draw.grid_map(g, scale)))
+                    (g.panel or f"{g.row_name} by {g.column_name}", safe(maps.grid_map(g, scale)))
                     for g in here
                 ],
             )
@@ -368,7 +370,7 @@ def grid_map_blocks(view: View, safe: Any) -> list[tuple[str, str, list[tuple[st
 def overviews(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[Quantity, str]]:
     looks = {k: c.look for k, c in configs.items()}
     quantities = dict.fromkeys(q for c in view.courses for q in c.lines)
-    return [(q, safe(draw.overview(view.courses, looks, q))) for q in quantities]
+    return [(q, safe(lines.overview(view.courses, looks, q))) for q in quantities]
 
 
 def course_blocks(
@@ -376,9 +378,9 @@ def course_blocks(
 ) -> list[tuple[str, list[tuple[str, str]]]]:
     blocks = []
     for quantity in ("accuracy", "loss"):
-        limits = draw.course_limits(view.courses, quantity)
+        limits = lines.course_limits(view.courses, quantity)
         here = [c for c in view.courses[:LIMIT] if any(q.what == quantity for q in c.lines)]
-        drawings = [(c.label, safe(draw.course(c, configs[c.label].look, quantity, limits))) for c in here]
+        drawings = [(c.label, safe(lines.course(c, configs[c.label].look, quantity, limits))) for c in here]
         if drawings:
             blocks.append((quantity, drawings))
     return blocks
@@ -387,14 +389,14 @@ def course_blocks(
 def importance_block(view: View, safe: Any) -> list[tuple[str, str]]:
     drawings = []
     for found in view.importance[:LIMIT]:
-        drawings.append((f"{found.label}, by layer", safe(draw.importance(found))))
+        drawings.append((f"{found.label}, by layer", safe(marks.importance(found))))
         if found.course:
-            drawings.append((f"{found.label}, over training", safe(draw.importance_course(found))))
+            drawings.append((f"{found.label}, over training", safe(marks.importance_course(found))))
     return drawings
 
 
 def drawable(found: Comparison) -> bool:
-    """A table of a few dozen figures is a picture; a longer one is not."""
+    """Whether a table is short enough to draw."""
     return 2 <= sum(r.paper is not None for r in found.rows) <= 40
 
 

@@ -34,24 +34,9 @@ FAVOURITE = {
     "none": 0, "fixup": 9, "batch": 1, "torch": 8, "switchable": 2, "group": 3, "batch_group": 4,
     "layer": 5, "instance": 6, "positional": 7,
 }  # fmt: skip
-SPARE = (
-    8,
-    9,
-    7,
-    6,
-    5,
-    4,
-    3,
-    2,
-    1,
-    0,
-)  # the order in which strangers choose: the best-known norms keep theirs longest
-POOLS = {
-    "IN": 6,
-    "LN": 5,
-    "BN": 1,
-    "GN": 3,
-}  # pools of switchable norm, in the colours of the norms themselves
+# Other norms take the spare colours in this order, so that the best-known norms keep theirs longest.
+SPARE = (8, 9, 7, 6, 5, 4, 3, 2, 1, 0)
+POOLS = {"IN": 6, "LN": 5, "BN": 1, "GN": 3}  # pools of switchable norm have the colours of the norms
 
 
 def look_of_norms(norms: Iterable[str]) -> dict[str, int]:

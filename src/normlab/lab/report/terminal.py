@@ -33,12 +33,8 @@ def table(results: Results | None, width: int = 80) -> Table:
 
     view = gather(results)
     shown = Table(
-        box=box.SIMPLE_HEAD,
-        caption=legend(view),
-        caption_justify="left",
-        pad_edge=False,
-        collapse_padding=True,
-    )
+        box=box.SIMPLE_HEAD, caption=legend(view), caption_justify="left", pad_edge=False, collapse_padding=True,
+    )  # fmt: skip
     upright = (
         [len(c.label) for c in view.configs] + [13],
         [max(11, len(heading(c)) // 2 + 2) for c in view.columns],

@@ -1,7 +1,6 @@
-"""What a report shows, as plain values: runs grouped into configurations, records into columns, curves and grids.
+"""What a report shows, as plain values: configurations of runs, and columns, curves and grids of records.
 
-Nothing here draws. The page, the terminal table, Markdown and CSV are four renderings of one :class:`View`, so that
-they cannot disagree about a number.
+Nothing here draws. The page, the terminal table, Markdown and CSV show one :class:`View`, so their numbers agree.
 """
 
 from __future__ import annotations
@@ -16,26 +15,9 @@ if TYPE_CHECKING:
     from ..results import Run
 
 __all__ = [
-    "Cell",
-    "Column",
-    "Comparison",
-    "ComparisonRow",
-    "Config",
-    "Course",
-    "Curve",
-    "Evaluation",
-    "GridLine",
-    "GridMap",
-    "HeatMap",
-    "Importance",
-    "Look",
-    "Quantity",
-    "Samples",
-    "Series",
-    "View",
-    "cell",
-    "gap",
-]
+    "Cell", "Column", "Comparison", "ComparisonRow", "Config", "Course", "Curve", "Evaluation", "GridLine", "GridMap",
+    "HeatMap", "Importance", "Look", "Quantity", "Samples", "Series", "View", "cell", "gap",
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- statistics
@@ -56,7 +38,7 @@ def cell(values: Sequence[float]) -> Cell:
     """
     n = len(values)
     if not all(map(math.isfinite, values)):
-        return Cell(math.nan, None, n)  # a run that diverged is shown, not left out of the mean
+        return Cell(math.nan, None, n)  # a run that diverged is shown, not dropped from the mean
     return Cell(statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n)
 
 
@@ -109,7 +91,7 @@ class Column:
 
     @property
     def best(self) -> str | None:
-        """The winner; none where fewer than two were measured, or where two share the first place exactly."""
+        """The winner; None if fewer than two were measured, or if two share the first place."""
         ranked = self.ranked()
         if len(ranked) < 2 or ranked[0][1].mean == ranked[1][1].mean:
             return None
@@ -131,7 +113,7 @@ class Column:
         return errors is not None and abs(errors) <= 1
 
     def ranked(self) -> list[tuple[str, Cell]]:
-        """Best first; cells without a finite mean take no part."""
+        """Best first, without cells whose mean is not finite."""
         finite = [(k, c) for k, c in self.cells.items() if math.isfinite(c.mean)]
         return sorted(finite, key=lambda kc: -kc[1].mean if self.higher else kc[1].mean)
 
@@ -158,9 +140,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What tables of corruptions differ in: severities, branch, number of images."""
+    """How corruptions were measured: severities, branch, number of images. Each has a table of its own."""
 
-    key: tuple[tuple[str, str], ...]  # arguments and their values: what makes two the same
+    key: tuple[tuple[str, str], ...]  # arguments and their values
     words: str = field(compare=False)
 
     def __str__(self) -> str:
@@ -177,7 +159,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Samples:
-    """The same images before and after, and what each configuration (its first seed) takes them for."""
+    """The same images before and after, and the class that each configuration (its first seed) predicts."""
 
     title: str
     before: list[bytes]  # PNG
@@ -213,7 +195,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Importance:
-    """Weights of the pools of switchable layers: by layer at the end, and over training where it was logged."""
+    """Weights of the pools of switchable layers: by layer at the end, and over training."""
 
     label: str
     layers: list[str]
@@ -224,7 +206,7 @@ class Importance:
 
 @dataclass(frozen=True)
 class GridMap:
-    """A measurement over two settings: rows x columns, for each value of what remains."""
+    """A measurement over two settings, for one value of the others."""
 
     title: str
     unit: str
@@ -248,7 +230,7 @@ class GridLine:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """A published figure and ours. `paper` may be missing where the paper shows a picture without numbers."""
+    """A published figure and ours. `paper` is None if the paper prints no number."""
 
     label: str
     column: str
@@ -269,7 +251,7 @@ class Comparison:
 
     title: str
     rows: Sequence[ComparisonRow]
-    note: str = ""  # the scale at which ours ran, and whatever differs
+    note: str = ""  # the scale of ours, and other differences
     unit: str = "%"
 
 

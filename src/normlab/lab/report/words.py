@@ -38,20 +38,20 @@ def signed(points: float, places: int = 1) -> str:
 
 
 def near_words(view: View) -> str:
-    """What the mark of those close to the best says; without repeats only an equal mean is close."""
+    """The meaning of the mark of those close to the best. Without repeats only an equal mean is close."""
     repeated = any(n > 1 for n in view.seeds)
     return "within one standard error (of the difference) of the best" if repeated else "as good as the best"
 
 
 def size(errors: float | None) -> str:
-    """Standard errors in a few words; nothing where they are unknown."""
+    """Standard errors in a few words; empty if they are unknown."""
     if errors is None:
         return ""
     return ", no spread between seeds" if math.isinf(errors) else f", {abs(errors):.1f} SE"
 
 
 def reading(view: View) -> list[str]:
-    """A short paragraph: what was compared, who wins what and by how much, and how far that can be trusted."""
+    """A short paragraph: what was compared, which is best and by how much, and how certain that is."""
     if not view.configs:
         return ["There are no results yet."]
     compared = [c for c in view.columns if len(c.ranked()) > 1 and c.unit == "%" and not c.whole]
@@ -64,14 +64,14 @@ def reading(view: View) -> list[str]:
 
 
 def ahead(column: Column) -> bool:
-    """Is the lead of the first over the second one to speak of? Without repeats nobody knows, and it is told."""
+    """Whether the lead of the first over the second counts. Without repeats nobody knows, and it is told."""
     (_, first), (_, second) = column.ranked()[:2]
     errors = gap(first, second)[1]
     return first.mean != second.mean and (errors is None or abs(errors) >= LIKELY)
 
 
 def leads(columns: Sequence[Column]) -> list[str]:
-    """One sentence a winner: what it wins, and over whom by how much."""
+    """A sentence for each winner: where it is best, and by how much."""
     won: dict[str, list[str]] = {}
     for column in columns:
         if not ahead(column):
@@ -123,7 +123,7 @@ def extent(view: View) -> str:
 
 
 def against_none(view: View, columns: Sequence[Column]) -> str:
-    """Batch norm against no normalization, where both are there: the comparison most readers look for."""
+    """Batch norm against no normalization, if both are there: most readers look for this comparison."""
     pair = [next((c.label for c in view.configs if c.norm == norm), None) for norm in ("none", "batch")]
     if list(view.axes) != ["norm"] or None in pair:
         return ""

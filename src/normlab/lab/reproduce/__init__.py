@@ -1,8 +1,8 @@
-"""Tables and figures of papers, run again: ``run("vulnerability-table2", "out")``.
+"""Reproduces tables and figures of papers: ``run("vulnerability-table2", "out")``.
 
-An entry has a default scale, for minutes on two cores and data that come with packages, and the paper's own scale,
-which ``full=True`` runs. What it prints and draws is the paper's figure beside ours, with the number of seeds, the mean
-and its standard error.
+An entry has two scales: a default one, for minutes on two cores and data that come with packages, and the paper's own,
+with ``full=True``. It prints and draws the paper's numbers beside ours, with the number of seeds, the mean and its
+standard error.
 """
 
 from __future__ import annotations
@@ -23,17 +23,12 @@ from .base import Context, Entry, Outcome, Scale, as_text
 from .grid import check_only
 
 if TYPE_CHECKING:
-    from ..loop import Watcher
+    from ..watcher import Watcher
 
 __all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "listing", "parse_only", "run"]
 
-PAPERS = (
-    "vulnerability",
-    "weak_augment",
-    "sandwich",
-    "batch_group",
-    "switchable",
-)  # modules of this package with ENTRIES, by the paper's short name
+# Modules of this package with ENTRIES, by the paper's short name.
+PAPERS = ("vulnerability", "weak_augment", "sandwich", "batch_group", "switchable")
 
 
 def entries() -> dict[str, Entry]:
@@ -68,38 +63,30 @@ def run(
     processes: int | None = None,
     scale: Scale | None = None,
 ) -> Outcome:
-    """Run an entry, and write its figures and a page to ``folder``. What is there already is not computed again.
+    """Run an entry, and write its figures and a page to ``folder``. Finished results in it are not computed again.
 
     Args:
         full: the paper's scale.
         seeds: how many, or which; otherwise as many as the scale has.
         only: compute only cells with these settings, ``{"norm": "batch", "seed": "1"}``. Several processes may work in
-            one folder, with the same or with different choices: a cell that one works on is left to it by the others.
+            one folder, with the same or with different choices. Each skips the cells that another works on.
         weights, images: folders of pretrained weights and of ImageNet's validation images, for the entries that need
             them.
-        capture: replay training steps as CUDA graphs; by default on CUDA. It changes no number, only the time.
-        epochs: train so many, in place of the scale's; milestones move in proportion, and the comparison says so.
-        processes: train so many cells at once, on all GPUs where there are several.
+        capture: replay training steps as CUDA graphs, by default on CUDA. It changes the time and no number.
+        epochs: epochs to train instead of the scale's. Milestones move in proportion, and the comparison says so.
+        processes: how many cells to train at once, on all GPUs if there are several.
     """
     known = entries()
     if name not in known:
         raise LabError(f"there is no reproduction {name!r}; {nearest(name, known)}")
     ctx = Context(
-        Path(folder),
-        scale or ("full" if full else "default"),
-        None if device is None or device == "auto" else str(device),
-        None if data_root is None else Path(data_root),
-        download,
-        progress,
-        tuple(range(seeds)) if isinstance(seeds, int) else None if seeds is None else tuple(seeds),
-        dict(only or {}),
-        None if weights is None else Path(weights),
-        None if images is None else Path(images),
-        capture,
-        epochs,
-        processes,
-        name,
-    )
+        Path(folder), scale or ("full" if full else "default"),
+        None if device is None or device == "auto" else str(device), None if data_root is None else Path(data_root),
+        download, progress,
+        tuple(range(seeds)) if isinstance(seeds, int) else None if seeds is None else tuple(seeds), dict(only or {}),
+        None if weights is None else Path(weights), None if images is None else Path(images), capture, epochs,
+        processes, name,
+    )  # fmt: skip
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
     check_processes(processes)
@@ -116,7 +103,7 @@ def run(
 
 
 def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
-    """The comparison as JSON, and the page; in a folder of another entry, under names of their own."""
+    """Write the comparison as JSON, and the page. In the folder of another entry their names have a suffix."""
     from ..report import write_report
 
     folder, suffix = ctx.folder, ctx.suffix
@@ -140,7 +127,7 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
 
 
 def parse_only(text: str) -> dict[str, str]:
-    """Settings and their values; commas inside of brackets belong to a norm or a recipe.
+    """Settings and their values; commas inside brackets belong to a norm or a recipe.
 
     >>> parse_only("norm=batch(eps=1e-3, momentum=None),seed=1")
     {'norm': 'batch(eps=1e-3, momentum=None)', 'seed': '1'}

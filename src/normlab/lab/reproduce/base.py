@@ -1,4 +1,4 @@
-"""What every reproduction is: an entry with a title and scales, and a function from a context to an outcome."""
+"""The parts of a reproduction: an entry with its scales, and a function from a context to an outcome."""
 
 from __future__ import annotations
 
@@ -18,28 +18,20 @@ from .figures import Value
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..loop import Watcher
     from ..settings import Settings
     from ..study import Results
+    from ..watcher import Watcher
 
 __all__ = [
-    "Context",
-    "Entry",
-    "Outcome",
-    "Scale",
-    "as_text",
-    "compared",
-    "recalled",
-    "remember",
-    "save_figure",
-]
+    "Context", "Entry", "Outcome", "Scale", "as_text", "compared", "recalled", "remember", "save_figure",
+]  # fmt: skip
 
 Scale = Literal["default", "full", "smoke"]  # smoke: a few images and one epoch, to see that everything runs
 
 
 @dataclass(frozen=True)
 class Context:
-    """How a reproduction is asked to run."""
+    """How to run a reproduction."""
 
     folder: Path
     scale: Scale = "default"
@@ -48,9 +40,8 @@ class Context:
     download: bool = False
     progress: Watcher | None = None
     seeds: tuple[int, ...] | None = None  # None: as many as the scale has
-    only: Mapping[str, str] = field(
-        default_factory=dict
-    )  # settings that a cell must have to be computed here
+    # Settings that a cell must have to be computed.
+    only: Mapping[str, str] = field(default_factory=dict)
     weights: Path | None = None  # of pretrained models
     images: Path | None = None  # of ImageNet's validation set
     capture: bool | None = None  # CUDA graphs; None: on CUDA
@@ -61,7 +52,7 @@ class Context:
 
     @property
     def suffix(self) -> str:
-        """Of the names of what is written, where the folder holds another entry's comparison already."""
+        """A suffix for file names, if the folder holds another entry's comparison already."""
         try:
             found = json.loads((self.folder / "comparison.json").read_text())["name"]
         except (OSError, ValueError, KeyError):
@@ -75,7 +66,7 @@ class Context:
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def pick(self, *, default: Any, full: Any, smoke: Any = None) -> Any:
-        """What the scale has of the three; smoke is the default where it is left out."""
+        """The value for the scale. Without ``smoke``, the smoke scale takes the default."""
         return {"default": default, "full": full, "smoke": default if smoke is None else smoke}[self.scale]
 
     def seed_list(self, *, default: int, full: int) -> tuple[int, ...]:
@@ -88,7 +79,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The paper's figures beside ours, and what was drawn."""
+    """The paper's numbers beside ours, and the figures that were drawn."""
 
     comparisons: list[Comparison]
     figures: list[Path] = field(default_factory=list)  # PNG; an SVG of the same name lies beside each
@@ -121,14 +112,8 @@ def compared(label: str, column: str, paper: Value | None, values: Sequence[floa
 
     mean, error, n = cell(values)
     return ComparisonRow(
-        label,
-        column,
-        None if paper is None else paper.mean,
-        mean,
-        error,
-        n,
-        None if paper is None else paper.error,
-    )
+        label, column, None if paper is None else paper.mean, mean, error, n, None if paper is None else paper.error,
+    )  # fmt: skip
 
 
 def as_text(comparison: Comparison) -> str:
@@ -166,10 +151,10 @@ def _shown(mean: float | None, error: float | None) -> str:
 def remember(
     folder: Path, key: Mapping[str, Any], compute: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What ``compute`` gave for ``key``: from its file in ``folder`` where there is one.
+    """The result of ``compute`` for ``key``, from its file in ``folder`` if there is one.
 
-    The key is all that the result depends on and names the file, so other settings never meet the results of these,
-    and processes that work in one folder do not disturb each other.
+    The key is all that the result depends on, and it names the file. So results of other settings are not mixed in, and
+    several processes can work in one folder.
     """
     known = recalled(folder, key)
     if known is not None:
@@ -181,7 +166,7 @@ def remember(
 
 
 def recalled(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What :func:`remember` has for ``key`` already."""
+    """The result that :func:`remember` has stored for ``key``, if any."""
     path, plain = _place(folder, key)
     if not path.is_file():
         return None
@@ -204,12 +189,12 @@ def save_figure(figure: Figure, ctx: Context, name: str) -> Path:
 
     import matplotlib.pyplot as plt
 
-    figure.draw_without_rendering()  # lays it out; otherwise each format would again
+    figure.draw_without_rendering()  # lays out once for both formats
     figure.set_layout_engine("none")
     stem = f"{name}{ctx.suffix}"
     for kind in ("svg", "png"):
         buffer = io.BytesIO()
-        # No date inside: the same results give the same file.
+        # Without a date, the same results give the same file.
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=130, metadata=metadata)
         write_atomic(ctx.folder / f"{stem}.{kind}", buffer.getvalue())

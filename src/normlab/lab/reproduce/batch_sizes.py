@@ -31,7 +31,7 @@ class Workers(NamedTuple):
 
 
 def with_ghost(norm: str, samples: int) -> str:
-    """The norm with statistics of so many samples at a time; those within a sample stay as they are."""
+    """The norm with batch statistics of this many samples. Statistics within a sample do not change."""
     known = parse_norm(norm)
     if known.name not in ("batch", "batch_group", "batch_renorm", "switchable", "sparse_switchable", "mode"):
         return norm
@@ -56,8 +56,8 @@ def group_words(ctx: Context) -> str:
 def base(ctx: Context) -> Any:
     """A CIFAR ResNet in place of ResNet-50 on ImageNet; at the default scale a small net on digits.
 
-    One schedule serves both papers, so that they share trainings: a cosine, where the papers have steps of a tenth.
-    These are for trainings four times as long; of thirty epochs they would leave nine at the full rate.
+    One schedule serves both papers, so that they share trainings. It is a cosine. The papers' steps by a tenth are for
+    trainings four times as long: of thirty epochs they would leave nine at the full rate.
     """
     full = {
         "model": "resnet20", "data": "cifar10", "epochs": 30, "weight_decay": 1e-4, "warmup": 1, "channels_last": True,

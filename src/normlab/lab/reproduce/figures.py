@@ -22,7 +22,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Published:
-    """One table: rows by their key, and what stands in each column. A dash in the source is an absent value."""
+    """One table: rows by their key, and what stands in each column. A dash in the source means no value."""
 
     source: str  # "Table 2"
     columns: tuple[str, ...]

@@ -1,10 +1,10 @@
-"""Tables of trainings: cases by seeds, each cell a run in a folder of its own, and the table beside the paper's.
+"""Tables of trainings: cases by seeds, where each cell is a run with its own folder, beside the paper's table.
 
-Every cell is locked while it is computed, so the same command started several times on one folder shares the work, and
-``only`` splits it by hand. A cell that another process works on is passed over; the next call finds it done.
+Every cell is locked while it is computed. So the same command, started several times on one folder, shares the work;
+``only`` splits it by hand. A cell that another process works on is skipped, and the next call finds it done.
 
-Results are read without weights, which are large and may have been removed. Where something is still to be computed
-from them, a sentence asks for them: training a finished run again would replace what was measured on it.
+Results are read without weights, which are large and may have been removed. If something must still be computed from
+them, an error asks for them: to train a finished run again would replace what was measured on it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine.messages import words
 from ..errors import LabError
-from ..loop import Watcher
 from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
 from ..store import Busy, locked, read_log, read_records
+from ..watcher import Watcher
 from .base import Context, compared, recalled, remember
 from .figures import Value
 
@@ -31,22 +31,13 @@ if TYPE_CHECKING:
     from ..study import Results, Run
 
 __all__ = [
-    "Case",
-    "Cells",
-    "Column",
-    "Grid",
-    "by_seed",
-    "check_only",
-    "draw_rows",
-    "kept_model",
-    "run_grid",
-    "settings_for",
-]
+    "Case", "Cells", "Column", "Grid", "by_seed", "check_only", "draw_rows", "kept_model", "run_grid", "settings_for",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Column:
-    """What is read off each run: a measurement, as :func:`normlab.lab.evaluate.parse` has it, and which value of it."""
+    """A value of each run: a measurement, as a text for :func:`normlab.lab.evaluate.parse`, and its name there."""
 
     title: str
     measurement: str
@@ -56,7 +47,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: what it differs in from the grid's base, and what the paper has."""
+    """A row of the table: the settings that differ from the grid's base, and the paper's values."""
 
     label: str
     settings: Mapping[str, Any]
@@ -74,9 +65,9 @@ class Grid:
 
 
 def settings_for(ctx: Context, **values: Any) -> Settings:
-    """Settings of a reproduction: CUDA graphs where there is CUDA, unless asked otherwise; they change no number.
+    """Settings of a reproduction, with CUDA graphs by default on CUDA, which change no number.
 
-    Where another number of epochs was asked for, milestones and warm-up move along; of a warm-up an epoch stays.
+    With another number of epochs, milestones and warm-up move in proportion; a warm-up keeps at least one epoch.
     """
     capture = ctx.place.startswith("cuda") if ctx.capture is None else ctx.capture
     usual = Settings(**{"capture": capture, **values})
@@ -90,7 +81,7 @@ def settings_for(ctx: Context, **values: Any) -> Settings:
 
 @dataclass(frozen=True)
 class Cells:
-    """The runs that there are, by case."""
+    """The finished runs, by case."""
 
     grid: Grid
     runs: dict[str, list[Run]]
@@ -148,7 +139,7 @@ def by_seed(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
 
 
 def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
-    """Train and measure every cell that is not there yet."""
+    """Train and measure every cell that is not finished."""
     from ..study import read_run, train
     from ..torchrun import led
 
@@ -170,13 +161,8 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
         try:
             if settings in todo:
                 run = train(
-                    settings,
-                    home,
-                    measure=measure,
-                    progress=ctx.progress,
-                    device=ctx.device,
-                    data=data(settings),
-                )
+                    settings, home, measure=measure, progress=ctx.progress, device=ctx.device, data=data(settings),
+                )  # fmt: skip
             elif (home / "results.jsonl").exists() or settings in chosen:
                 run = read_run(home)
             else:
@@ -196,7 +182,7 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
 
 
 def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Column]) -> set[Settings]:
-    """Train and measure cells in several processes, where that is asked for; which of them are complete then."""
+    """Train and measure cells in several processes, if asked to. Returns those that are then complete."""
     from ..study import data_key, load_data, pick_device
     from ..workers import crew_for, longest_first, run_jobs
 
@@ -205,7 +191,9 @@ def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Colu
     if crew is None or not cells:
         return set()
     for settings in {data_key(s): s for s in cells}.values():
-        load_data(settings, root=ctx.root, download=ctx.download)  # fetched, or missed, once
+        load_data(
+            settings, root=ctx.root, download=ctx.download
+        )  # downloads once, or raises before any training
     homes = {s: ctx.folder / "runs" / s.name for s in cells}
     jobs = [
         {"settings": s.values(), "home": str(homes[s]), "measure": _open(homes[s], s, columns).own,
@@ -218,7 +206,7 @@ def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Colu
 
 
 class _Kept:
-    """The data of the last settings that were asked for: neighbours in a grid often share them."""
+    """Loads data, and keeps the last data set: neighbours in a grid often share it."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.key, self.data = ctx, None, None
@@ -228,19 +216,19 @@ class _Kept:
 
         key = data_key(settings)
         if self.data is None or key != self.key:
-            self.data = None  # before the next one is there: both might not fit
+            self.data = None  # freed before the next data set is loaded: both might not fit
             loaded = load_data(settings, root=self.ctx.root, download=self.ctx.download)
             self.key, self.data = key, loaded.to(self.ctx.place)
         return self.data
 
 
 class _Open(NamedTuple):
-    """What a cell does not have yet."""
+    """What a cell still lacks."""
 
     training: bool  # epochs
     own: list[str]  # measurements on its own data
-    elsewhere: list[str]  # and on others, which need no more than the weights
-    weights: bool  # that are needed and not there
+    elsewhere: list[str]  # measurements on other data, which need only the weights
+    weights: bool  # they are needed and missing
 
 
 def _open(home: Path, settings: Settings, columns: Sequence[Column]) -> _Open:
@@ -251,13 +239,13 @@ def _open(home: Path, settings: Settings, columns: Sequence[Column]) -> _Open:
     own = [name for name in names if name not in done]
     others = [c for c in columns if c.data and recalled(*_key(home, settings.name, c)) is None]
     elsewhere = [f"{c.measurement} on {c.data}" for c in others]
-    needed = bool(own or elsewhere or not columns)  # a grid without columns is of networks
+    needed = bool(own or elsewhere or not columns)  # a grid without columns needs the networks
     there = (home / "best.safetensors").exists()
     return _Open(len(read_log(home)) < settings.epochs, own, elsewhere, needed and not there)
 
 
 def _check_weights(ctx: Context, trained: Mapping[Settings, _Open]) -> None:
-    """Ask for weights that were removed, before anything is trained. The state of the last epoch has them too."""
+    """Raise if weights are missing, before anything is trained. The state of the last epoch has them too."""
     homes = {ctx.folder / "runs" / s.name: left for s, left in trained.items() if left.weights}
     gone = {home: left for home, left in homes.items() if not (home / "last.safetensors").exists()}
     if gone:
@@ -279,7 +267,7 @@ def _without_weights(homes: Sequence[Path], asked: Iterable[str] = ()) -> LabErr
 
 
 def kept_model(run: Run, device: str = "cpu") -> Classifier:
-    """The network of a finished run with its kept weights, or a sentence that asks for them."""
+    """The network of a finished run with its kept weights. Raises if they are missing."""
     from ..study import load_model
 
     if not (run.folder / "best.safetensors").exists():
@@ -288,7 +276,7 @@ def kept_model(run: Run, device: str = "cpu") -> Classifier:
 
 
 def _train_groups(ctx: Context, cells: Sequence[Settings], data: _Kept) -> None:
-    """Small networks that differ in seed and weight decay are trained at once; the loop then finds them done."""
+    """Train small networks that differ in seed and weight decay at once. The loop then finds them done."""
     from .together import groups, train_together
 
     for group in groups(cells):
@@ -314,7 +302,7 @@ def settings_words(settings: Settings) -> str:
 
 
 def check_only(ctx: Context, entry: str) -> None:
-    """Say so where no cell of the entry has what ``only`` asks for."""
+    """Raise if no cell of the entry has the settings of ``only``."""
     wanted = {name: parse(name, text) for name, text in ctx.only.items()}
     if not ctx.asked or any(all(getattr(s, n) == v for n, v in wanted.items()) for s in ctx.asked):
         return
@@ -335,7 +323,7 @@ def _checked(only: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _elsewhere(ctx: Context, run: Run, column: Column) -> dict[str, Any]:
-    """A measurement of the run's kept weights on another data set; the network's own standardisation stays."""
+    """Measure the run's kept weights on another data set, with the network's own standardisation."""
     from ..evaluate import not_finite
     from ..evaluate import parse as parse_measurement
 
@@ -353,7 +341,7 @@ def _elsewhere(ctx: Context, run: Run, column: Column) -> dict[str, Any]:
 
 
 def _key(home: Path, name: str, column: Column) -> tuple[Path, dict[str, str]]:
-    """Where a measurement on another data set is remembered, and as what."""
+    """Folder and key of a stored measurement on another data set."""
     from ..evaluate import parse as parse_measurement
 
     return home / "elsewhere", {
@@ -399,16 +387,9 @@ def draw_rows(comparison: Comparison, unit: str = "%") -> Any:
             error = [(r.error if who == "ours" else r.paper_error) or 0 for r in found]
             y = [labels.index(r.label) + shift for r in found]
             ax.errorbar(
-                x,
-                y,
-                xerr=error,
-                fmt=marker,
-                color=colour,
-                mfc=colour if who == "ours" else "none",
-                ms=5,
-                capsize=2,
+                x, y, xerr=error, fmt=marker, color=colour, mfc=colour if who == "ours" else "none", ms=5, capsize=2,
                 label=who,
-            )
+            )  # fmt: skip
         ax.set_title(column, fontsize=9)
         ax.grid(axis="x", alpha=0.3)
         ax.tick_params(labelsize=8)

@@ -24,7 +24,7 @@ def missing(*cells: Cells) -> str:
 
 
 def joined(ctx: Context, *cells: Cells) -> Results:
-    """The runs of several grids as one study's results; runs that they share stand once."""
+    """The runs of several grids as one study's results, without repeats."""
     first, *others = (c.results(ctx.folder) for c in cells)
     runs = {run.name: run for found in (first, *others) for run in found.runs}
     return type(first)(first.study, list(runs.values()))
@@ -41,7 +41,7 @@ def table(
     more: Sequence[Comparison] = (),
     figures: Sequence[Path] = (),
 ) -> Outcome:
-    """The outcome of a table: the comparison, drawn, and whatever else was found."""
+    """The outcome of a table: the comparison, its figure, and further comparisons and figures."""
     comparison = Comparison(title, rows, note + missing(*cells))
     pictures = [save_figure(draw_rows(comparison), ctx, name)] if rows else []
     return Outcome([comparison, *more], [*pictures, *figures], joined(ctx, *cells))
@@ -54,7 +54,7 @@ def curves(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    from ..report.gather import series_of
+    from ..report.columns import series_of
     from ..report.palette import COLOURS
 
     wide, high = min(len(panels), 2), -(-len(panels) // 2)
@@ -75,11 +75,7 @@ def curves(
                 ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
         if all(float(v).is_integer() for found in lines.values() for x, _ in found for v in x):
             ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # layers, epochs
-        ax.set_title(title, fontsize=10)
-        ax.set_xlabel(x_label, fontsize=9)
-        ax.set_ylabel(y_label, fontsize=9)
-        ax.grid(alpha=0.3)
-        ax.tick_params(labelsize=8)
+        _label(ax, title, x_label, y_label)
         if any(lines.values()):
             ax.legend(fontsize=8, frameon=False)
     counts = {len(found) for *_, lines in panels for found in lines.values() if found}
@@ -87,6 +83,14 @@ def curves(
         said = f"lines are means of {_range(counts)} seeds, bands their standard errors to both sides"
         picture.supxlabel(said, fontsize=8)
     return picture
+
+
+def _label(ax: Any, title: str, x_label: str, y_label: str) -> None:
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel(x_label, fontsize=9)
+    ax.set_ylabel(y_label, fontsize=9)
+    ax.grid(alpha=0.3)
+    ax.tick_params(labelsize=8)
 
 
 def _range(counts: set[int]) -> str:
@@ -98,7 +102,7 @@ def _range(counts: set[int]) -> str:
 
 
 class Levels(NamedTuple):
-    """Cells of a table as lines: where each stands on the axis, and what is written there."""
+    """Cells of a table as lines: positions on the axis, and their labels."""
 
     title: str
     x_label: str
@@ -127,11 +131,7 @@ def levels(panels: Sequence[Levels]) -> Any:
                 fmt=f"{MARKERS[k % len(MARKERS)]}-", color=COLOURS[k % len(COLOURS)].light, label=label,
             )  # fmt: skip
         ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
-        ax.set_title(panel.title, fontsize=10)
-        ax.set_xlabel(panel.x_label, fontsize=9)
-        ax.set_ylabel(panel.y_label, fontsize=9)
-        ax.grid(alpha=0.3)
-        ax.tick_params(labelsize=8)
+        _label(ax, panel.title, panel.x_label, panel.y_label)
         if panel.lines:
             ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     counts = {row.n for panel in panels for line in panel.lines.values() for row in line.values()}

@@ -1,9 +1,9 @@
 """Many small networks trained at once: cells that differ in the seed and the weight decay only, as one batched network.
 
-A step of a linear layer or an MLP keeps a GPU busy for microseconds. Stacking R networks makes the products batched
-ones of the same cost, and a CUDA graph makes a step one launch. Every network sees the batches that the training loop
-would show it, so the results are the loop's up to rounding; what is left in the folders is what the loop leaves, and it
-takes up from there: it finds the training done and measures.
+A step of a linear layer or an MLP keeps a GPU busy for microseconds. R stacked networks need batched products, which
+cost the same, and a CUDA graph makes a step one launch. Every network sees the batches of the training loop, so the
+results are those of the loop up to rounding. The files are the same as those of the loop, which then finds the training
+done and measures.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from ..loop import arithmetic
 from ..norms import parse_norm
 from ..predict import among
 from ..quick import Captured
+from ..run_state import about_run
 from ..seeds import generator
 from ..settings import Settings
 from ..store import save_checkpoint, write_atomic, write_lines
 from ..study import build_model
 
 if TYPE_CHECKING:
-    from ..loop import Watcher
     from ..models import Classifier
+    from ..watcher import Watcher
 
 __all__ = ["can_join", "groups", "train_together"]
 
@@ -38,7 +39,7 @@ _TEST_BATCH = 1000
 
 
 def can_join(settings: Settings) -> bool:
-    """Whether a run is one of those that this trainer knows: plain SGD on linear layers and batch norm."""
+    """Whether this trainer can train a run: plain SGD on linear layers and batch norm."""
     plain = {
         "recipe": "classify", "accumulate": 1, "optimizer": "sgd", "momentum": 0.0, "decay_all": True, "clip": 0.0,
         "schedule": "constant", "warmup": 0, "augment": False, "label_smoothing": 0.0, "ema": 0.0, "best": "last",
@@ -49,7 +50,7 @@ def can_join(settings: Settings) -> bool:
 
 
 def groups(cells: Sequence[Settings]) -> list[list[Settings]]:
-    """Cells that can be trained at once, together; the others are left out."""
+    """Groups of cells that can be trained at once. Other cells are left out."""
     found: dict[Settings, list[Settings]] = {}
     for settings in cells:
         if can_join(settings):
@@ -171,7 +172,7 @@ def train_together(
             for chosen in order.split(first.batch_size, 1):
                 if captured is None or chosen.shape != whole.shape or not captured(chosen):
                     step(chosen)
-            trained = (sums / images).T.tolist()  # the epoch's one wait for the device
+            trained = (sums / images).T.tolist()  # the only wait for the device in an epoch
             tested = (stack.tested(data.test.x, data.test.y) / len(data.test.y)).T.tolist()
             seconds = round((time.perf_counter() - start) / len(cells), 4)
             for log, (loss, hits), (test_loss, test_hits) in zip(logs, trained, tested, strict=True):
@@ -191,12 +192,8 @@ def train_together(
 def _store(
     settings: Settings, home: Path, log: list[dict[str, Any]], state: dict[str, Tensor], data: Data
 ) -> None:
-    """The files of a finished run, the weights before the log that says so: a folder without it is trained again."""
-    like = {"name": data.name, "channels": data.channels, "size": data.size, "classes": data.classes}
-    about = {
-        "settings": settings.values(), "digest": settings.digest(), "epoch": settings.epochs,
-        "data": like | {"mean": data.mean, "std": data.std},
-    }  # fmt: skip
+    """Write the files of a finished run. The log comes after the weights: without it the run is trained again."""
+    about = about_run(settings, data, settings.epochs)
     write_atomic(home / "settings.toml", settings.to_toml())
     save_checkpoint(home / "best.safetensors", state, {"kind": "weights"} | about)
     write_lines(home / "log.jsonl", log)

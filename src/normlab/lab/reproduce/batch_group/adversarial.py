@@ -28,13 +28,8 @@ def _table_5(ctx: Context) -> Outcome:
         "channels_last": True,
     }  # fmt: skip
     small = {
-        "model": "small",
-        "data": "mnist5k",
-        "epochs": 5,
-        "batch_size": 64,
-        "lr": 0.01,
-        "train_size": 2000,
-    }
+        "model": "small", "data": "mnist5k", "epochs": 5, "batch_size": 64, "lr": 0.01, "train_size": 2000,
+    }  # fmt: skip
     tiny = {**small, "epochs": 1, "train_size": 96, "test_size": 32}
     common = {
         "optimizer": "adam",

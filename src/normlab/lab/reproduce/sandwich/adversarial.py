@@ -53,13 +53,8 @@ def _grids(ctx: Context) -> tuple[Cells, Cells]:
         "precision": "bf16", "channels_last": True,
     }  # fmt: skip
     small = {
-        "model": "small",
-        "data": "mnist5k",
-        "epochs": 4,
-        "batch_size": 64,
-        "lr": 0.05,
-        "train_size": 2000,
-    }
+        "model": "small", "data": "mnist5k", "epochs": 4, "batch_size": 64, "lr": 0.05, "train_size": 2000,
+    }  # fmt: skip
     small |= {"test_size": 300}
     tiny = {**small, "epochs": 1, "train_size": 96, "test_size": 32}
     base = settings_for(ctx, **ctx.pick(default=small, full=full, smoke=tiny))

@@ -46,13 +46,8 @@ def base(ctx: Context) -> Settings:
         "weight_decay": 5e-4, "decay_all": False, "precision": "bf16", "channels_last": True,
     }  # fmt: skip
     small = {
-        "model": "small",
-        "data": "mnist5k",
-        "epochs": 6,
-        "batch_size": 64,
-        "lr": 0.05,
-        "train_size": 2000,
-    }
+        "model": "small", "data": "mnist5k", "epochs": 6, "batch_size": 64, "lr": 0.05, "train_size": 2000,
+    }  # fmt: skip
     tiny = {**small, "epochs": 1, "train_size": 96, "test_size": 32}
     return settings_for(ctx, **ctx.pick(default=small, full=full, smoke=tiny))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...report.gather import mean_grid
+from ...report.pictures import mean_grid
 from ...report.view import Comparison, ComparisonRow
 from ..base import Context, Entry, Outcome, compared, save_figure
 from ..figures import Value

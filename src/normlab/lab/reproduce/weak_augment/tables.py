@@ -79,13 +79,8 @@ def _table_1(ctx: Context) -> Outcome:
         "differences of the same seeds."
     )
     return table(
-        ctx,
-        "table1",
-        "Table 1: what the main branch is trained on",
-        rows,
-        note(ctx, WRN) + said,
-        [cells, clean],
-    )
+        ctx, "table1", "Table 1: what the main branch is trained on", rows, note(ctx, WRN) + said, [cells, clean],
+    )  # fmt: skip
 
 
 # --- Table 2 --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""Optimizers as settings ask for them, their state by name, and the schedule of the learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import LabError
+
+if TYPE_CHECKING:
+    from .recipes import Phase
+    from .settings import Settings
+
+__all__ = ["learning_rate", "load_optimizer", "optimizer_for", "optimizer_state"]
+
+
+def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
+    """The learning rate in an epoch, counted from 0. ``part`` of it is done, which matters while the rate warms up.
+
+    >>> from normlab.lab import Settings
+    >>> s = Settings(epochs=4, lr=1.0, schedule="step", milestones=(1, 3))
+    >>> [learning_rate(s, e) for e in range(4)]
+    [1.0, 0.1, 0.1, 0.010000000000000002]
+    """
+    if epoch < settings.warmup:
+        return settings.lr * max(epoch + part, 1e-3) / settings.warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    if settings.schedule == "step":
+        return settings.lr * settings.gamma ** sum(epoch >= m for m in settings.milestones)
+    done = (epoch - settings.warmup) / (settings.epochs - settings.warmup)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def optimizer_for(phase: Phase, settings: Settings, device: torch.device) -> torch.optim.Optimizer:
+    """An optimizer whose learning rates are tensors on the device.
+
+    A parameter group with its own rate keeps its ratio to ``settings.lr``.
+    """
+    given: list[Any] = list(phase.parameters)
+    groups: list[dict[str, Any]] = (
+        [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    )
+    split = []
+    for group in groups:
+        params = [p for p in group.pop("params") if p.requires_grad]
+        share = group.pop("lr", settings.lr) / settings.lr
+        decayed = [p for p in params if settings.decay_all or p.ndim > 1]
+        plain = [p for p in params if not (settings.decay_all or p.ndim > 1)]
+        for chosen, decay in ((decayed, settings.weight_decay), (plain, 0.0)):
+            if chosen:
+                rate = torch.tensor(settings.lr * share, device=device)
+                split.append({"params": chosen, "share": share, "weight_decay": decay, "lr": rate} | group)
+    if not split:
+        raise LabError(f"phase {phase.name!r} has no parameters to train.")
+    rate = torch.tensor(settings.lr, device=device)
+    fused = device.type in ("cpu", "cuda")
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(
+            split, lr=rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused
+        )
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(split, lr=rate, fused=fused, capturable=device.type == "cuda")
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {f"{i}.{k}": v for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items()
+            if isinstance(v, Tensor)}  # fmt: skip
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, value in state.items():
+        index, _, key = name.partition(".")
+        param = params[int(index)]
+        # Files do not keep the memory layout, and a fused step needs that of the parameter.
+        if value.shape == param.shape:
+            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+        optimizer.state[param][key] = value

@@ -1,0 +1,212 @@
+"""The state of a run: what it consists of, which weights are kept, how they are stored and how a run resumes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from .errors import LabError
+from .optimizers import load_optimizer, optimizer_for, optimizer_state
+from .ranks import Ranks
+from .recipes import Context, Recipe
+from .store import append_line, load_checkpoint, read_log, save_checkpoint, write_lines
+
+if TYPE_CHECKING:
+    from .data import Data
+    from .settings import Settings
+
+__all__ = ["History", "RunState", "about_run", "load_weights"]
+
+
+@dataclass
+class History:
+    """One dict an epoch, as log.jsonl has them: epoch, loss, train_accuracy, accuracy, lr, seconds, ..."""
+
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    best: int = 0  # the epoch whose weights were kept, from 1
+
+    @property
+    def seconds(self) -> float:
+        return sum(line["seconds"] for line in self.epochs)
+
+
+class RunState:
+    """The model, its optimizers, its averaged weights, and the best weights so far."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, ctx: Context, ranks: Ranks) -> None:
+        self.model, self.recipe, self.ctx, self.ranks = model, recipe, ctx, ranks
+        self.phases = recipe.phases(model, ctx)
+        self.optimizers = [optimizer_for(phase, ctx.settings, ctx.device) for phase in self.phases]
+        self.averaged = copy.deepcopy(model).requires_grad_(False) if ctx.settings.ema else None
+        self.best_score, self.best_epoch = -math.inf, 0
+        self.best_state: dict[str, Tensor] | None = None
+
+    @property
+    def tested(self) -> nn.Module:
+        """The averaged model if there is one."""
+        return self.model if self.averaged is None else self.averaged
+
+    def keep(self, history: History, folder: Path | None) -> None:
+        """After an epoch: choose the best weights, write the log, and store what the next epoch needs.
+
+        The files are written in the order log, state, best weights. So a state on the disk always has its lines. If the
+        best epoch is not on the disk yet, the state is of that epoch, and resume() writes it.
+        """
+        line, settings = history.epochs[-1], self.ctx.settings
+        score = line.get(self.recipe.score)
+        score = -math.inf if score is None else score  # a run that diverged
+        better = score > self.best_score if settings.best == "test" else line["epoch"] == settings.epochs
+        if better:
+            self.best_score, self.best_epoch = score, line["epoch"]
+            self.best_state = self._tested_state()
+        history.best = self.best_epoch
+        if folder is None or not self.ranks.first:
+            return
+        append_line(folder / "log.jsonl", line)
+        meta = {"kind": "state", "best_score": self.best_score, "best_epoch": self.best_epoch}
+        save_checkpoint(folder / "last.safetensors", self._state(), meta | self._about(line["epoch"]))
+        if better:
+            self._store_best(folder)
+
+    def _state(self) -> dict[str, Tensor]:
+        """All tensors that the next epoch depends on."""
+        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        if self.averaged is not None:
+            tensors |= {f"averaged.{k}": v for k, v in self.averaged.state_dict().items()}
+        for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
+            tensors |= {f"optimizer.{phase.name}.{k}": v for k, v in optimizer_state(optimizer).items()}
+        return tensors
+
+    def _load(self, tensors: dict[str, Tensor], source: object) -> None:
+        load_weights(self.model, _under("model.", tensors), source)
+        if self.averaged is not None:
+            load_weights(self.averaged, _under("averaged.", tensors), source)
+        for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
+            load_optimizer(optimizer, _under(f"optimizer.{phase.name}.", tensors))
+
+    def _tested_state(self) -> dict[str, Tensor]:
+        return {k: v.clone() for k, v in self.tested.state_dict().items()}
+
+    def _store_best(self, folder: Path) -> None:
+        assert self.best_state is not None
+        meta = {"kind": "weights"} | self._about(self.best_epoch)
+        save_checkpoint(folder / "best.safetensors", self.best_state, meta)
+
+    def _about(self, epoch: int) -> dict[str, Any]:
+        """What a checkpoint says about itself."""
+        return about_run(self.ctx.settings, self.ctx.data, epoch) | {"recipe": _described(self.recipe)}
+
+    def give_best(self) -> None:
+        """Load the kept weights into the model and put it in evaluation mode."""
+        if self.best_state is not None:
+            self.model.load_state_dict(self.best_state)
+        if self.ranks.world > 1:  # only the first rank has read the best weights
+            self.model.load_state_dict(self.ranks.spread(self.model.state_dict(), self.ctx.device))
+        self.model.eval()
+
+    def agree(self) -> None:
+        """Give every rank the state of the first, which may have read it from the disk."""
+        if self.ranks.world == 1:
+            return
+        self.best_score, self.best_epoch = self.ranks.given(lambda: (self.best_score, self.best_epoch))
+        tensors = self.ranks.spread(self._state(), self.ctx.device)
+        if not self.ranks.first:
+            self._load(tensors, "rank 0")
+
+    def resume(self, folder: Path | None) -> History:
+        """Load the state that the folder holds, if any, and return the epochs that are done."""
+        if folder is None:
+            return History()
+        path, device = folder / "last.safetensors", self.ctx.device
+        if not path.exists():
+            return self._finished(folder)
+        tensors, meta = load_checkpoint(path, device=device)
+        if meta.get("kind") != "state" or meta.get("digest") != self.ctx.settings.digest():
+            raise LabError(f"{path} is the state of a run with other settings{_others(meta, self.ctx.settings)}; "
+                           "choose another folder for this one.")  # fmt: skip
+        self._check_recipe(meta, path)
+        self._load(tensors, path)
+        lines = read_log(folder)
+        if len(lines) < meta["epoch"]:
+            raise LabError(f"{folder / 'log.jsonl'} has {len(lines)} epochs and {path} is of epoch {meta['epoch']}: "
+                           "lines are gone. Remove the folder to train from the start.")  # fmt: skip
+        if len(lines) > meta["epoch"]:
+            lines = lines[: meta["epoch"]]
+            write_lines(folder / "log.jsonl", lines)
+        score = meta["best_score"]
+        self.best_score, self.best_epoch = -math.inf if score is None else score, meta["best_epoch"]
+        best = folder / "best.safetensors"
+        if self.best_epoch == meta["epoch"]:
+            self.best_state = self._tested_state()
+            if not best.exists() or load_checkpoint(best)[1].get("epoch") != self.best_epoch:
+                self._store_best(folder)
+        elif self.best_epoch:
+            self.best_state, about = load_checkpoint(best, device=device)
+            if about.get("epoch") != self.best_epoch:
+                raise LabError(f"{best} is of epoch {about.get('epoch')} and the run's best is {self.best_epoch}: "
+                               "files were mixed. Remove the folder to train from the start.")  # fmt: skip
+        return History(lines, self.best_epoch)
+
+    def _check_recipe(self, meta: dict[str, Any], path: Path) -> None:
+        """Refuse another recipe. One that was given as an object is not in the settings, so the digest cannot tell."""
+        before, now = meta.get("recipe"), _described(self.recipe)
+        if before is not None and before != now:
+            raise LabError(f"{path} is of a run with the recipe {before} and not with {now}; choose another folder for "
+                           "this one.")  # fmt: skip
+
+    def _finished(self, folder: Path) -> History:
+        """Read a folder without last.safetensors, which is large: users remove it from a finished run."""
+        lines, best = read_log(folder), folder / "best.safetensors"
+        if len(lines) == self.ctx.settings.epochs and best.exists():
+            state, about = load_checkpoint(best, device=self.ctx.device)
+            if about.get("digest") == self.ctx.settings.digest():
+                self._check_recipe(about, best)
+                self.best_state, self.best_epoch = state, about["epoch"]
+                return History(lines, self.best_epoch)
+        if lines:
+            write_lines(folder / "log.jsonl", [])  # the state of these epochs was never stored
+        return History()
+
+
+def about_run(settings: Settings, data: Data, epoch: int) -> dict[str, Any]:
+    """What a checkpoint needs to build its model again without the data."""
+    names = ("name", "channels", "size", "classes", "mean", "std")
+    like = {name: getattr(data, name) for name in names}
+    return {"settings": settings.values(), "digest": settings.digest(), "epoch": epoch, "data": like}
+
+
+def _others(meta: dict[str, Any], settings: Settings) -> str:
+    """Which settings of a stored state differ from these, if it holds them."""
+    from .results import differences
+
+    found = differences(settings.from_values(meta["settings"]), settings) if "settings" in meta else ""
+    return f" ({found})" if found else ""
+
+
+def _described(recipe: Recipe) -> str:
+    """A recipe as text, without addresses: the same in every process."""
+    own = type(recipe).__repr__ is not object.__repr__
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(recipe)) if own else type(recipe).__qualname__
+
+
+def load_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
+    """Load weights into a model. If names or shapes do not fit, say which and leave the model unchanged."""
+    own = model.state_dict()
+    missing, surplus = [k for k in own if k not in state], [k for k in state if k not in own]
+    other = [k for k in own if k in state and own[k].shape != state[k].shape]
+    if missing or surplus or other:
+        kinds = {"missing": missing, "unknown": surplus, "of another shape": other}
+        said = [f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds.items() if names]
+        raise LabError(f"{source} has the weights of another model: {', '.join(said)} of {len(own)} names. "
+                       "Give the model, its options and its norm as they were trained.")  # fmt: skip
+    model.load_state_dict(state)
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
