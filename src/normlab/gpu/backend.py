@@ -12,7 +12,7 @@ from .passes import (
     sparsest,
     sum_runs,
 )
-from .prepared_calls import prepare
+from .prepared.choose import prepare
 
 __all__ = [
     "apply",

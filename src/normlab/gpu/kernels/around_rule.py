@@ -9,6 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+__all__ = ["NOT_WANTED", "OF_EACH_ROW", "OVER_ALL", "OVER_ROWS", "OVER_SAMPLES"]
+
+
+# How the gradient at a coefficient is wanted: not at all, of each row, or summed: over the samples, over the rows of
+# each sample, or over both.
+NOT_WANTED = tl.constexpr(0)
+OF_EACH_ROW = tl.constexpr(1)
+OVER_SAMPLES = tl.constexpr(2)
+OVER_ROWS = tl.constexpr(3)
+OVER_ALL = tl.constexpr(4)
+
 
 @triton.jit
 def pool_columns(stats, pooled_mean, pooled_var, stats_at, N, R, BN: tl.constexpr, BR: tl.constexpr):
@@ -140,23 +151,23 @@ def compose(
 
 @triton.jit
 def _give(planes, out, k, values, total, at, size, ok, HOW: tl.constexpr):
-    """Gradients at a coefficient: of each row HOW is 1, summed over the samples 2; to be summed over rows 3, in planes;
-    both, 4, as 2."""
-    if HOW == 1:
+    """Add the gradients at a coefficient to ``total``, or store them. `fold` sums over rows, so what it sums goes to
+    plane ``k``."""
+    if HOW == OF_EACH_ROW:
         tl.store(out + at, values, mask=ok)
-    if HOW == 3:
+    if HOW == OVER_ROWS:
         tl.store(planes + k * size + at, values, mask=ok)
-    if HOW == 2 or HOW == 4:
+    if HOW == OVER_SAMPLES or HOW == OVER_ALL:
         total += values
     return total
 
 
 @triton.jit
 def _give_sums(planes, out, k, total, r, size, R, HOW: tl.constexpr):
-    """The sums over the samples, where they are wanted."""
-    if HOW == 2:
+    """Store the sums over the samples, where they are wanted."""
+    if HOW == OVER_SAMPLES:
         tl.store(out + r, tl.sum(total, 0), mask=r < R)
-    if HOW == 4:
+    if HOW == OVER_ALL:
         tl.store(planes + k * size + r, tl.sum(total, 0), mask=r < R)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .closed_family import meet
 from .passes import apply_pass, gradient_pass, moments_pass, sums_pass
-from .pools import row_affine
+from .pools import ONE_MAP, row_affine
 
 _ANY = ["N", "per_split", "splits", "per_split2", "splits2"]
 
@@ -104,11 +104,11 @@ def _gradients(
         along = tl.sum(second, 0) * inverse
         if SHARED:
             w2 = tl.zeros((BC,), tl.float32) + 1.0
-            if SECOND == 1:
+            if SECOND == ONE_MAP:
                 w2 = tl.load(weight2 + c, mask=col, other=0.0).to(tl.float32)
             tl.store(d_weight + c, (w2 * along).to(d_weight.dtype.element_ty), mask=col)
             tl.store(d_bias + c, (w2 * of_dy).to(d_bias.dtype.element_ty), mask=col)
-        if SECOND == 1:
+        if SECOND == ONE_MAP:
             of_weight2 = along
             if SHARED:
                 w1 = tl.load(weight + c, mask=col, other=0.0).to(tl.float32)
@@ -129,7 +129,7 @@ def _gradients(
 
 @triton.jit(do_not_specialize=_ANY)
 def forward(
-    x, y, residual, work, parted, weight, bias, weight2, bias2, running_mean, running_var, batches, counter,
+    x, y, residual, work, partials, weight, bias, weight2, bias2, running_mean, running_var, batches, counter,
     momentum, eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
@@ -143,13 +143,13 @@ def forward(
     if LIVE:
         batch_mean = stats + 2 * rows
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(x, stats, partials, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
         if MEET:
             meet(counter)
     if FIRST <= 1 and STOP > 1:
         found = stats
         if splits > 1:
-            found = parted
+            found = partials
         for p in range(tl.program_id(0), tl.cdiv(C, BC), tl.num_programs(0)):
             _coefficients(
                 p, work, found, batch_mean, batch_mean + C, batch_mean + 2 * C, running_mean, running_var, batches,
@@ -166,7 +166,7 @@ def forward(
 
 @triton.jit(do_not_specialize=_ANY)
 def backward(
-    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2,
+    dy, x, dx, residual, d_inner, work, back, partials, weight, bias, weight2, bias2,
     d_weight, d_bias, d_weight2, d_bias2, counter,
     eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
@@ -182,7 +182,7 @@ def backward(
         batch_mean = work + 5 * rows
     if FIRST <= 0 and STOP > 0:
         sums_pass(
-            dy, x, residual, inner, back, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
+            dy, x, residual, d_inner, back, partials, work, N, s, C, C, 1, rows, per_split, splits, leak,
             UNIT, BQ, BS, ACT, RES, True,
         )  # fmt: skip
         if MEET:
@@ -190,7 +190,7 @@ def backward(
     if FIRST <= 2 and STOP > 1:
         found = back
         if splits > 1:
-            found = parted
+            found = partials
         for p in range(tl.program_id(0), tl.cdiv(C, BC), tl.num_programs(0)):
             _gradients(
                 p, coef, found, batch_mean, batch_mean + C, eps, weight, bias, weight2, bias2,
@@ -201,6 +201,6 @@ def backward(
             meet(counter)
     if FIRST <= 3 and STOP > 3:
         gradient_pass(
-            dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
+            dy, x, d_inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
             UNIT, BQ2, BS2, ACT, RES, True,
         )  # fmt: skip

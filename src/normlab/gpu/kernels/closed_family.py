@@ -62,7 +62,7 @@ def _split(work, rows, sample_cells, batch_cells, READS: tl.constexpr, RENORM: t
 
 @triton.jit(do_not_specialize=_OF_FORWARD)
 def forward(
-    x, y, residual, work, parted, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits,
+    x, y, residual, work, partials, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits,
     running_mean, running_var, batches, counter,
     momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak,
     N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, ghost,
@@ -84,12 +84,14 @@ def forward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(
+            x, stats, partials, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
+        )
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(rows, B // 4), step):
-            join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
+            join_moments(p, partials, stats, rows, s, per_split, splits, B // 4)
         if MEET:
             meet(counter)
     if (HAS_S or HAS_B) and FIRST <= 2 and STOP > 2:
@@ -128,7 +130,7 @@ def forward(
 
 @triton.jit(do_not_specialize=_ANY)
 def backward(
-    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2, segment, label,
+    dy, x, dx, residual, d_inner, work, back, partials, weight, bias, weight2, bias2, segment, label,
     mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean_logits, d_var_logits, counter,
     eps, leak,
     N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, ghost,
@@ -156,14 +158,14 @@ def backward(
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
         sums_pass(
-            dy, x, residual, inner, sums, parted, work, images, s, C, R, parts, rows, per_split, splits, leak,
+            dy, x, residual, d_inner, sums, partials, work, images, s, C, R, parts, rows, per_split, splits, leak,
             UNIT, BQ, BS, ACT, RES, False,
         )  # fmt: skip
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
-            join_sums(p, parted, sums, rows, splits, B // 4)
+            join_sums(p, partials, sums, rows, splits, B // 4)
         if MEET:
             meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -192,7 +194,7 @@ def backward(
             meet(counter)
     if FIRST <= 4 and STOP > 4:
         gradient_pass(
-            dy, x, inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
+            dy, x, d_inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
             UNIT, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip
 
@@ -204,30 +206,30 @@ _SIZES = ["N", "per_split", "splits"]
 
 @triton.jit(do_not_specialize=_SIZES)
 def moments(
-    x, stats, parted, at, N, C, R, rows, s, parts, per_split, splits,
+    x, stats, partials, at, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     """They begin ``at`` in ``stats``; JOIN: from those of split rows."""
     stats += at
     if JOIN:
-        join_moments(tl.program_id(0), parted, stats, rows, s, per_split, splits, B // 4)
+        join_moments(tl.program_id(0), partials, stats, rows, s, per_split, splits, B // 4)
     else:
         moments_pass(
-            x, stats, parted, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
+            x, stats, partials, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
         )
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def sums(
-    dy, x, residual, inner, out, coef, parted, leak, N, C, R, rows, s, parts, per_split, splits,
+    dy, x, residual, d_inner, out, coef, partials, leak, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     if JOIN:
-        join_sums(tl.program_id(0), parted, out, rows, splits, B // 4)
+        join_sums(tl.program_id(0), partials, out, rows, splits, B // 4)
     else:
         sums_pass(
-            dy, x, residual, inner, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
+            dy, x, residual, d_inner, out, partials, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
             UNIT, BQ, BS, ACT, RES, CHANNEL,
         )  # fmt: skip
 
@@ -246,12 +248,12 @@ def apply(
 
 @triton.jit(do_not_specialize=_SIZES)
 def gradient(
-    dy, x, inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
+    dy, x, d_inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Coefficients begin ``at`` in ``coef``."""
     gradient_pass(
-        dy, x, inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
+        dy, x, d_inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
         UNIT, BQ, BS, ACT, RES, CHANNEL,
     )  # fmt: skip

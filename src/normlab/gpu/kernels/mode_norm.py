@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .closed_family import meet
 from .passes import apply_pass, gradient_pass, join_moments, join_sums, moments_pass, sums_pass
-from .pools import row_affine, second_affine
+from .pools import ONE_MAP, PER_SAMPLE, row_affine, second_affine
 
 _TINY = tl.constexpr(1.1754943508222875e-38)  # what counts and scales are at least where they divide
 _ANY = ["N", "per_split", "splits", "per_split2", "splits2"]
@@ -205,7 +205,7 @@ def _modes_backward(
             sum_w += w2 * each_w
             sum_b += w2 * each_b
             each_w2 = w1[None, :] * each_w + b1[None, :] * each_b
-            if SECOND == 3:
+            if SECOND == PER_SAMPLE:
                 tl.store(d_weight2 + at, each_w2.to(d_weight2.dtype.element_ty), mask=ok)
                 tl.store(d_bias2 + at, each_b.to(d_bias2.dtype.element_ty), mask=ok)
             else:
@@ -214,7 +214,7 @@ def _modes_backward(
         if SHARED:
             tl.store(d_weight + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=col)
             tl.store(d_bias + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=col)
-        if SECOND == 1:
+        if SECOND == ONE_MAP:
             tl.store(d_weight2 + c, tl.sum(sum_w2, 0).to(d_weight2.dtype.element_ty), mask=col)
             tl.store(d_bias2 + c, tl.sum(sum_b2, 0).to(d_bias2.dtype.element_ty), mask=col)
 
@@ -323,7 +323,7 @@ def _split(work, N, C, rows, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=_ANY)
 def forward(
-    x, y, residual, work, parted, weight, bias, weight2, bias2, gate_weight, gate_bias,
+    x, y, residual, work, partials, weight, bias, weight2, bias2, gate_weight, gate_bias,
     running_mean, running_var, batches, counter,
     momentum, eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
@@ -339,12 +339,12 @@ def forward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(x, stats, partials, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(rows, B // 4), step):
-            join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
+            join_moments(p, partials, stats, rows, s, per_split, splits, B // 4)
         if MEET:
             meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -369,7 +369,7 @@ def forward(
 
 @triton.jit(do_not_specialize=_ANY)
 def backward(
-    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2, gate_weight,
+    dy, x, dx, residual, d_inner, work, back, partials, weight, bias, weight2, bias2, gate_weight,
     d_weight, d_bias, d_weight2, d_bias2, d_gate_weight, d_gate_bias, counter,
     eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
@@ -390,14 +390,14 @@ def backward(
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
         sums_pass(
-            dy, x, residual, inner, sums, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
+            dy, x, residual, d_inner, sums, partials, work, N, s, C, C, 1, rows, per_split, splits, leak,
             UNIT, BQ, BS, ACT, RES, False,
         )  # fmt: skip
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
-            join_sums(p, parted, sums, rows, splits, B // 4)
+            join_sums(p, partials, sums, rows, splits, B // 4)
         if MEET:
             meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -421,6 +421,6 @@ def backward(
             _gate_gradients(p, stats, at_logits, d_gate_weight, d_gate_bias, N, C, K, BN, BC)
     if FIRST <= 5 and STOP > 5:
         gradient_pass(
-            dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
+            dy, x, d_inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
             UNIT, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip

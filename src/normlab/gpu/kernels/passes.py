@@ -14,11 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...statistics.activation import ACTIVATIONS
+
 __all__ = ["activate", "through_activation"]
 
 
 # Moments are taken about values of the row, so that there is no cancellation, whatever the mean: contiguous, each place
 # of a tile takes them about the first it sees. Nothing is summed over threads before the last tile.
+_RELU = tl.constexpr(ACTIVATIONS["relu"])
+_LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
+_SILU = tl.constexpr(ACTIVATIONS["silu"])
 _SPLITS = tl.constexpr(16)  # splits of a row that are looked at together
 _AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, memory is waited for
 _LOOKED_AT = tl.constexpr(16)  # values of a row whose mean its moments are taken about, channels last
@@ -43,12 +48,12 @@ def _load_last(ptr, m, j, end, s, c, C):
 
 @triton.jit
 def activate(z, leak, ACT: tl.constexpr):
-    """ACT: 0 none, 1 relu, 2 leaky relu, 3 silu. A NaN stays one."""
-    if ACT == 1:
+    """A NaN stays one."""
+    if ACT == _RELU:
         z = tl.where(z < 0.0, 0.0, z)
-    elif ACT == 2:
+    elif ACT == _LEAKY_RELU:
         z = tl.where(z < 0.0, z * leak, z)
-    elif ACT == 3:
+    elif ACT == _SILU:
         z = z * tl.sigmoid(z)
     return z
 
@@ -56,11 +61,11 @@ def activate(z, leak, ACT: tl.constexpr):
 @triton.jit
 def through_activation(z, g, leak, ACT: tl.constexpr):
     """The gradient ``g`` at the activation, taken back to its input ``z``; at a NaN, as torch does."""
-    if ACT == 1:
+    if ACT == _RELU:
         g = tl.where(z <= 0.0, 0.0, g)
-    elif ACT == 2:
+    elif ACT == _LEAKY_RELU:
         g = tl.where(z > 0.0, g, g * leak)
-    elif ACT == 3:
+    elif ACT == _SILU:
         p = tl.sigmoid(z)
         g = g * p * (1.0 + z * (1.0 - p))
     return g
@@ -143,11 +148,11 @@ def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr,
 
 
 @triton.jit
-def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr):
+def join_moments(pid, partials, stats, rows, s, per_split, splits, B: tl.constexpr):
     """The moments of whole rows from those of their splits, about the mean of the first."""
     q = pid * B + tl.arange(0, B)
     ok = q < rows
-    about = tl.load(parted + q, mask=ok, other=0.0)
+    about = tl.load(partials + q, mask=ok, other=0.0)
     off = tl.zeros((_SPLITS, B), tl.float32)
     square = tl.zeros((_SPLITS, B), tl.float32)
     for start in range(0, splits, _SPLITS):
@@ -155,8 +160,8 @@ def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr
         there = (k < splits)[:, None] & ok[None, :]
         share = tl.where(k < splits, tl.minimum(per_split, s - k * per_split) / s, 0.0)[:, None]
         at = k[:, None] * 2 * rows + q[None, :]
-        mean = tl.load(parted + at, mask=there, other=0.0)
-        var = tl.load(parted + rows + at, mask=there, other=0.0)
+        mean = tl.load(partials + at, mask=there, other=0.0)
+        var = tl.load(partials + rows + at, mask=there, other=0.0)
         d = tl.where(there, mean - about[None, :], 0.0)
         off += share * d
         square += share * (var + d * d)
@@ -166,7 +171,7 @@ def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr
 
 
 @triton.jit
-def join_sums(pid, parted, sums, rows, splits, B: tl.constexpr):
+def join_sums(pid, partials, sums, rows, splits, B: tl.constexpr):
     """Row sums from those of their splits."""
     q = pid * B + tl.arange(0, B)
     ok = q < 2 * rows
@@ -174,7 +179,7 @@ def join_sums(pid, parted, sums, rows, splits, B: tl.constexpr):
     for start in range(0, splits, _SPLITS):
         k = start + tl.arange(0, _SPLITS)
         there = (k < splits)[:, None] & ok[None, :]
-        total += tl.load(parted + k[:, None] * 2 * rows + q[None, :], mask=there, other=0.0)
+        total += tl.load(partials + k[:, None] * 2 * rows + q[None, :], mask=there, other=0.0)
     tl.store(sums + q, tl.sum(total, 0), mask=ok)
 
 
@@ -232,12 +237,12 @@ def apply_last(
 
 @triton.jit
 def sums_rows(
-    pid, dy, x, residual, inner, sums, coef, rows, s, C, leak,
+    pid, dy, x, residual, d_inner, sums, coef, rows, s, C, leak,
     BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Row sums of ``g`` and of ``g * (x - center)``, ``[2, N, R]``, with ``g`` the gradient before the activation.
 
-    Beside a residual, ``g`` is its gradient too and is written to ``inner``.
+    Beside a residual, ``g`` is its gradient too and is written to ``d_inner``.
     """
     q = pid * BQ + tl.arange(0, BQ)
     row_ok = q < rows
@@ -263,7 +268,7 @@ def sums_rows(
             g = through_activation(z, g, leak, ACT)
             if RES:
                 to = q.to(tl.int64)[:, None] * s + j[None, :]
-                tl.store(inner + to, g.to(inner.dtype.element_ty), mask=ok)
+                tl.store(d_inner + to, g.to(d_inner.dtype.element_ty), mask=ok)
         total += g
         dot += g * (v - center[:, None])
     tl.store(sums + q, tl.sum(total, 1), mask=row_ok)
@@ -272,7 +277,7 @@ def sums_rows(
 
 @triton.jit
 def sums_last(
-    pid, dy, x, residual, inner, out, coef, s, C, R, parts, rows, per_split, leak,
+    pid, dy, x, residual, d_inner, out, coef, s, C, R, parts, rows, per_split, leak,
     BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
     m, c, split = place_last(pid, s, C, per_split, BC)
@@ -302,7 +307,7 @@ def sums_last(
             g = through_activation(z, g, leak, ACT)
             if RES:
                 to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
-                tl.store(inner + to, g.to(inner.dtype.element_ty), mask=ok)
+                tl.store(d_inner + to, g.to(d_inner.dtype.element_ty), mask=ok)
         total += g
         dot += g * (v - center[None, :])
     tl.store(out + split * 2 * rows + q, tl.sum(total, 0), mask=col)
@@ -374,18 +379,18 @@ def gradient_last(
 
 @triton.jit
 def moments_pass(
-    x, stats, parted, images, s, C, R, parts, rows, per_split, splits,
+    x, stats, partials, images, s, C, R, parts, rows, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Contiguous, here and below, the length of a row is a multiple of UNIT (1, 2, ... 16), which the compiler must see
     to read as many elements at once. UNIT is 0 for channels last, where BQ is positions and BS channels of a tile, and
-    ``parted`` is for split rows."""
+    ``partials`` is for split rows."""
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if UNIT == 0:
         into = stats
         if splits > 1:
-            into = parted
+            into = partials
         for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
             moments_last(p, x, into, s, C, R, parts, rows, per_split, BQ, BS)
     else:
@@ -418,7 +423,7 @@ def apply_pass(
 
 @triton.jit
 def sums_pass(
-    dy, x, residual, inner, sums, parted, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    dy, x, residual, d_inner, sums, partials, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
@@ -427,30 +432,30 @@ def sums_pass(
     if UNIT == 0:
         into = sums
         if splits > 1:
-            into = parted
+            into = partials
         for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
             sums_last(
-                p, dy, x, residual, inner, into, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
+                p, dy, x, residual, d_inner, into, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
                 CHANNEL,
             )  # fmt: skip
     else:
         s = s // UNIT * UNIT
         for p in range(pid, tl.cdiv(rows, BQ), step):
-            sums_rows(p, dy, x, residual, inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
+            sums_rows(p, dy, x, residual, d_inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
 
 
 @triton.jit
 def gradient_pass(
-    dy, x, inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    dy, x, d_inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Beside a residual, the gradient before the activation already lies in ``inner``."""
+    """Beside a residual, the gradient before the activation already lies in ``d_inner``."""
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     g = dy
     if RES and ACT > 0:
-        g = inner
+        g = d_inner
     if UNIT == 0:
         pieces = images * tl.cdiv(C, BS) * splits
         for p in range(pid, pieces, step):

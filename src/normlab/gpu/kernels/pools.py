@@ -13,7 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["second_affine"]
+from ...statistics import affine
+
+__all__ = ["ONE_MAP", "PER_SAMPLE", "SMALL_TABLE", "TABLE", "second_affine"]
+
+
+# The values of SECOND beside zero.
+ONE_MAP = tl.constexpr(affine.ONE_MAP)
+TABLE = tl.constexpr(affine.TABLE)
+PER_SAMPLE = tl.constexpr(affine.PER_SAMPLE)
+SMALL_TABLE = tl.constexpr(affine.SMALL_TABLE)
 
 
 @triton.jit
@@ -282,9 +291,9 @@ def second_affine(n, c, ok, weight2, bias2, label, C, SECOND: tl.constexpr):
     b = w - 1.0
     if SECOND > 0:
         at = c
-        if SECOND == 2 or SECOND == 4:
+        if SECOND == TABLE or SECOND == SMALL_TABLE:
             at = tl.load(label + n).to(tl.int32) * C + c
-        elif SECOND == 3:
+        elif SECOND == PER_SAMPLE:
             at = n * C + c
         w = tl.load(weight2 + at, mask=ok, other=0.0).to(tl.float32)
         b = tl.load(bias2 + at, mask=ok, other=0.0).to(tl.float32)
@@ -519,9 +528,9 @@ def pool_backward(
             if SHARED:
                 sum_w += w2 * each_w
                 sum_b += w2 * each_b
-            if SECOND == 1 or SECOND == 3:
+            if SECOND == ONE_MAP or SECOND == PER_SAMPLE:
                 each_w2 = w1[None, :] * each_w + b1[None, :] * each_b
-                if SECOND == 3:
+                if SECOND == PER_SAMPLE:
                     at = nn[:, None] * C + cc[None, :]
                     tl.store(d_weight2 + at, each_w2.to(d_weight2.dtype.element_ty), mask=ok)
                     tl.store(d_bias2 + at, each_b.to(d_bias2.dtype.element_ty), mask=ok)
@@ -531,7 +540,7 @@ def pool_backward(
         if SHARED:
             tl.store(d_weight + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=col)
             tl.store(d_bias + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=col)
-        if SECOND == 1:
+        if SECOND == ONE_MAP:
             tl.store(d_weight2 + c, tl.sum(sum_w2, 0).to(d_weight2.dtype.element_ty), mask=col)
             tl.store(d_bias2 + c, tl.sum(sum_b2, 0).to(d_bias2.dtype.element_ty), mask=col)
         if K > 1:
@@ -544,14 +553,14 @@ def pool_backward(
             if HAS_B:
                 tl.store(d_logits + a * 2 * K + P_B, tl.sum(tl.sum(mix_b, 1), 0))
                 tl.store(d_logits + a * 2 * K + K + P_B, tl.sum(tl.sum(var_b, 1), 0))
-    if (SECOND == 2 or SECOND == 4) and pid >= first_affine + affine_programs:
+    if (SECOND == TABLE or SECOND == SMALL_TABLE) and pid >= first_affine + affine_programs:
         blocks = tl.cdiv(C, BC)
         own = (pid - first_affine - affine_programs) // blocks
         c = ((pid - first_affine - affine_programs) % blocks) * BC + tl.arange(0, BC)
         col = c < C
         cc = tl.minimum(c, C - 1)
         k = own.to(tl.int64)
-        if SECOND == 2:
+        if SECOND == TABLE:
             k = tl.load(label + own).to(tl.int64)
         w1 = tl.zeros((BC,), tl.float32) + 1.0
         b1 = w1 - 1.0
@@ -566,7 +575,7 @@ def pool_backward(
             n = n0 + i
             nn = tl.minimum(n, N - 1)
             mine = (n < N) & (tl.load(label + nn) == k)
-            if SECOND == 2:
+            if SECOND == TABLE:
                 before += (mine & (n < own)).to(tl.int32)
             ok = mine[:, None] & col[None, :]
             for p in range(parts):
@@ -595,14 +604,14 @@ def pool_backward(
 
 @triton.jit
 def _softmax_gradient(
-    parted, logits, out, programs, shift, K: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr
+    partials, logits, out, programs, shift, K: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr
 ):
     """From ``[programs, 2, K]`` gradients of weights to those of the logits, ``shift`` 0 for means, K for variances."""
     p, k = tl.arange(0, BP), tl.arange(0, BK)
     total = tl.zeros((BP, BK), tl.float32)
     for start in range(0, programs, BP):
         ok = (start + p < programs)[:, None] & (k < K)[None, :]
-        total += tl.load(parted + (start + p)[:, None] * 2 * K + shift + k[None, :], mask=ok, other=0.0)
+        total += tl.load(partials + (start + p)[:, None] * 2 * K + shift + k[None, :], mask=ok, other=0.0)
     g = tl.sum(total, 0)
     z = tl.load(logits + k, mask=k < K, other=float("-inf")).to(tl.float32)
     e = tl.exp(z - tl.max(z, 0))
@@ -687,7 +696,7 @@ def _row_gradient(
 def coefficients_backward(
     pid, out, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
     weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
-    d_parted, d_mean_logits, d_var_logits, parted_programs,
+    d_partials, d_mean_logits, d_var_logits, partial_programs,
     C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
@@ -713,5 +722,5 @@ def coefficients_backward(
     tl.store(out + 2 * rows + q, mean, mask=ok)
     tl.store(out + 3 * rows + q, offset, mask=ok)
     if K > 1 and pid == 0:
-        _softmax_gradient(d_parted, mean_logits, d_mean_logits, parted_programs, 0, K, BK, 64)
-        _softmax_gradient(d_parted, var_logits, d_var_logits, parted_programs, K, K, BK, 64)
+        _softmax_gradient(d_partials, mean_logits, d_mean_logits, partial_programs, 0, K, BK, 64)
+        _softmax_gradient(d_partials, var_logits, d_var_logits, partial_programs, K, K, BK, 64)

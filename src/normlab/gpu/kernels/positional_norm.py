@@ -138,13 +138,13 @@ def forward(
 
 @triton.jit(do_not_specialize=_SIZES)
 def backward(
-    dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
+    dy, x, dx, residual, d_inner, weight, bias, partials, eps, leak, C, S, per, chunks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
     AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
     """``dx``, the residual's gradient where an activation follows, and each program's share of the gradients of weight
-    and bias, ``parted [programs, 2, C]``."""
+    and bias, ``partials [programs, 2, C]``."""
     C, S = _known(C, S, LAST, UNIT)
     pid = tl.program_id(0)
     n = pid // chunks
@@ -163,7 +163,7 @@ def backward(
         h = d * r
         g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
         if ACT > 0 and RES:
-            _write(inner, at, g, ok)
+            _write(d_inner, at, g, ok)
         if PARAMETERS:
             sum_w += g * h
             sum_b += g
@@ -172,7 +172,7 @@ def backward(
             over, along = _sums(g, g * h)
             _write(dx, at, (g - (over / C)[:, None] - h * (along / C)[:, None]) * r, ok)
     if PARAMETERS:
-        share = parted + pid.to(tl.int64) * 2 * C
+        share = partials + pid.to(tl.int64) * 2 * C
         tl.store(share + c, tl.sum(sum_w, 0), mask=c < C)
         tl.store(share + C + c, tl.sum(sum_b, 0), mask=c < C)
 
@@ -229,7 +229,7 @@ def forward_in_parts(
 
 @triton.jit(do_not_specialize=_SIZES)
 def backward_in_parts(
-    dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
+    dy, x, dx, residual, d_inner, weight, bias, partials, eps, leak, C, S, per, chunks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
@@ -238,7 +238,7 @@ def backward_in_parts(
     pid = tl.program_id(0)
     n = pid // chunks
     first = (pid % chunks) * per
-    share = parted + pid.to(tl.int64) * 2 * C
+    share = partials + pid.to(tl.int64) * 2 * C
     for block in range(first, tl.minimum(first + per, tl.cdiv(S, BP))):
         p_ok = block * BP + tl.arange(0, BP) < S
         begin = _begin(n, block, C, S, LAST, FAR, BP)
@@ -254,7 +254,7 @@ def backward_in_parts(
             w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
             g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
             if ACT > 0 and RES:
-                _write(inner, at, g, ok)
+                _write(d_inner, at, g, ok)
             if PARAMETERS:
                 more = (c < C) & (c * 0 + block > first)
                 block_w = tl.load(share + c, mask=more, other=0.0) + tl.sum(g * h, 0)
@@ -277,8 +277,8 @@ def backward_in_parts(
 
 
 @triton.jit(do_not_specialize=["shares"])
-def join(parted, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr):
-    """The gradients of weight and bias, of all samples or of each, from ``parted [samples, shares, 2, C]``."""
+def join(partials, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr):
+    """The gradients of weight and bias, of all samples or of each, from ``partials [samples, shares, 2, C]``."""
     blocks = tl.cdiv(C, BC)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     c = (tl.program_id(0) % blocks) * BC + tl.arange(0, BC)
@@ -288,7 +288,7 @@ def join(parted, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr
     for start in range(0, shares, BP):
         ok = (start + k < shares)[:, None] & (c < C)[None, :]
         at = ((n * shares + start + k) * 2 * C)[:, None] + c[None, :]
-        sum_w += tl.load(parted + at, mask=ok, other=0.0)
-        sum_b += tl.load(parted + C + at, mask=ok, other=0.0)
+        sum_w += tl.load(partials + at, mask=ok, other=0.0)
+        sum_b += tl.load(partials + C + at, mask=ok, other=0.0)
     tl.store(d_weight + n * C + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=c < C)
     tl.store(d_bias + n * C + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=c < C)
