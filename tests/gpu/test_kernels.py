@@ -335,6 +335,16 @@ def test_launches_of_single_passes_agree(launches: str, name: str):
         assert_close(b, a, rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_has_what_kernels_ask_for():
+    from normlab.gpu.prepared.layer import NormLayer
+
+    layer: NormLayer = normlab.Norm2d(4)  # the type checker compares types and signatures
+    members = {name: value for name, value in vars(NormLayer).items() if not name.startswith("__")}
+    asked_for = [name for name, value in members.items() if isinstance(value, property) or callable(value)]
+    assert "_update_in_kernel" in asked_for
+    assert [name for name in asked_for if not hasattr(layer, name)] == []
+
+
 def torch_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU kernels run where they are forced, and what is forced is no operator of torch's."""
     from normlab.gpu.prepared import torch_batch_norm
@@ -1231,28 +1241,32 @@ def close_to_exact(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
 @pytest.fixture
 def few_channels(monkeypatch: pytest.MonkeyPatch):
     """Programs of positional norm that look at few channels together, and several positions one after the other."""
-    from normlab.gpu import positional_norm
+    from normlab.gpu import positional_norm_launches
 
-    positional_norm.plans_for.cache_clear()
-    monkeypatch.setattr(positional_norm, "_WHOLE", dict.fromkeys((True, False), 16))
+    positional_norm_launches.plans_for.cache_clear()
+    monkeypatch.setattr(positional_norm_launches, "_WHOLE", dict.fromkeys((True, False), 16))
     monkeypatch.setattr(
-        positional_norm, "_PART", dict.fromkeys((True, False), positional_norm.Tile(4, 16, 4))
+        positional_norm_launches,
+        "_PART",
+        dict.fromkeys((True, False), positional_norm_launches.Tile(4, 16, 4)),
     )
-    monkeypatch.setattr(positional_norm, "processors_of", lambda device: 1)
+    monkeypatch.setattr(positional_norm_launches, "processors_of", lambda device: 1)
     yield
-    positional_norm.plans_for.cache_clear()
+    positional_norm_launches.plans_for.cache_clear()
 
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch):
     """Programs of positional norm that take several small blocks of positions."""
-    from normlab.gpu import positional_norm
+    from normlab.gpu import positional_norm_launches
 
-    positional_norm.plans_for.cache_clear()
-    monkeypatch.setattr(positional_norm, "_tile", lambda *given: positional_norm.Tile(4, 64, 4))
-    monkeypatch.setattr(positional_norm, "processors_of", lambda device: 1)
+    positional_norm_launches.plans_for.cache_clear()
+    monkeypatch.setattr(
+        positional_norm_launches, "_tile", lambda *given: positional_norm_launches.Tile(4, 64, 4)
+    )
+    monkeypatch.setattr(positional_norm_launches, "processors_of", lambda device: 1)
     yield
-    positional_norm.plans_for.cache_clear()
+    positional_norm_launches.plans_for.cache_clear()
 
 
 POSITIONAL: dict[str, dict[str, Any]] = {
@@ -1522,15 +1536,15 @@ def test_launches_of_ghost_batches(name: str, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch):
     """Programs that look at eight samples together, so that few samples are several blocks of them."""
-    from normlab.gpu import closed_family_launches, mode_norm
+    from normlab.gpu import closed_family_launches, mode_norm_launches
 
-    for module in (closed_family_launches, mode_norm):
+    for module in (closed_family_launches, mode_norm_launches):
         module.prepare.cache_clear()
         monkeypatch.setattr(module, "_SAMPLES", 8)
     monkeypatch.setattr(closed_family_launches, "_MANY", 8)
     yield
     closed_family_launches.plans_for.cache_clear()
-    mode_norm.plans_for.cache_clear()
+    mode_norm_launches.plans_for.cache_clear()
 
 
 @pytest.mark.usefixtures("few_at_once")

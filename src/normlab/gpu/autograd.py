@@ -42,7 +42,7 @@ class NoGradInputs(NamedTuple):
     branch: int = 0  # whose running statistics
 
 
-# From (launch plan, what forward kept, inputs) to the rule as it was in forward, for double backward.
+# Makes the rule as it was in forward, for double backward, from the launch plan, what forward kept and the inputs.
 RuleOf: TypeAlias = Callable[[Any, Tensor, NoGradInputs], Rule | OfPositions]
 
 
@@ -216,9 +216,7 @@ def _backward(
 def _empty_gradients(learned: Sequence[Tensor | None], label: Tensor | None) -> list[Tensor | None]:
     """Where kernels write the gradients of two affine maps and of the logits."""
     weight, bias, weight2, bias2, *logits = learned
-    if (
-        weight2 is not None and label is not None
-    ):  # rows of the table that no sample chose have a zero gradient
+    if weight2 is not None and label is not None:  # rows that no sample chose have a zero gradient
         room = ceil(weight2.numel(), 16) * 16  # kernels expect both to begin at a multiple of 16 bytes
         both = weight2.new_zeros(2 * room)
         second = [both.as_strided(weight2.shape, weight2.stride(), k) for k in (0, room)]

@@ -1,4 +1,4 @@
-"""What the engine and the layers call where Triton kernels serve."""
+"""What the engine and the layers call when Triton kernels serve them."""
 
 from .closed_family import normalize
 from .passes import (

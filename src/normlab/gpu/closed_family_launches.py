@@ -46,9 +46,7 @@ class ClosedFamilyConfig(NamedTuple):
     act: int
     residual: bool
     table: int = 0  # rows of the table, for SMALL_TABLE
-    ghost: int = (
-        0  # samples a segment, where segments are ghost batches, which share their running statistics
-    )
+    ghost: int = 0  # samples a segment, where segments are ghost batches with shared running statistics
 
 
 class _Programs(NamedTuple):

@@ -16,9 +16,8 @@ BLOCK = 256  # rows a program takes when it works on [N, R] and not on x
 JOINED = BLOCK // 4  # rows a program takes when it joins the splits of rows
 PASSES = ("moments", "sums", "write")
 _TOGETHER = 2  # programs of a summing pass, channels last, that a multiprocessor runs at once
-_LARGE = (
-    16 * 8192
-)  # elements a multiprocessor; from there on, tiles of 16-bit types that are written may be larger
+# Elements a multiprocessor, from which tiles of 16-bit types that are written may be larger.
+_LARGE = 16 * 8192
 
 
 def power(n: int) -> int:

@@ -1,7 +1,7 @@
-"""Batch norm in Triton: one set of statistics and coefficients a channel, the same for all samples.
+"""Batch norm in Triton: all samples share the statistics and the coefficients of a channel.
 
-The simplest of the closed family, and the one that is used most, so it has the least between its passes: one program
-puts a few channels together. What the passes share lies where :mod:`normlab.whole_kernels` has it.
+It is the simplest and the most used of the closed family, so it has the least between its passes: one program computes
+a few channels. The passes share buffers as in :mod:`normlab.gpu.kernels.closed_family`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def _coefficients(
     LIVE: tl.constexpr, UPDATE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
     BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of BC channels, their running ones, and what the channels are normalized by, ``[3, C]``.
+    """Mean and variance of BC channels, their running statistics, and their coefficients, ``[3, C]``.
 
-    ``moments`` are those of rows or of their splits, ``[splits, 2, N, C]``: a split counts by its size, and means count
-    from that of the first BV. Running statistics that normalize are copied: what backward reads must not move with the
-    buffers.
+    ``moments`` are those of rows or of their splits, ``[splits, 2, N, C]``. A split is weighted by its size. Means are
+    taken relative to the mean of the first BV. Running statistics that normalize are copied: what backward reads must
+    not move with the buffers.
     """
     c = pid * BC + tl.arange(0, BC)
     col = c < C
@@ -70,7 +70,7 @@ def _coefficients(
 
 @triton.jit
 def _splits(start, c, col, N, C, rows, splits, BV: tl.constexpr):
-    """BV splits of rows from ``start`` on, all samples of a split after those of the one before."""
+    """The BV splits of rows from ``start`` on. All samples of one split come before those of the next."""
     u = start + tl.arange(0, BV)
     k = u // N
     at = (k * 2 * rows + (u % N) * C)[:, None] + c[None, :]
@@ -84,8 +84,8 @@ def _gradients(
     SUMS: tl.constexpr, LIVE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
     BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """What makes ``dx = scale * dy + slope * (x - mean) + offset``, ``[4, C]``; and where there are SUMS, of rows or of
-    their splits, the gradients of the affine maps."""
+    """The coefficients of ``dx = scale * dy + slope * (x - mean) + offset``, ``[4, C]``. SUMS: row sums were computed,
+    of rows or of their splits; the gradients of the affine maps follow from them."""
     c = pid * BC + tl.arange(0, BC)
     col = c < C
     mean = tl.load(batch_mean + c, mask=col, other=0.0)
@@ -137,7 +137,10 @@ def forward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 moments, 1 statistics and coefficients, 2 ``y``. Channels last: BQ is positions and BS channels of a tile."""
+    """Passes: 0 moments, 1 statistics and coefficients, 2 ``y``.
+
+    Channels last, BQ is positions and BS channels of a tile.
+    """
     stats = work + 3 * rows
     batch_mean = stats
     if LIVE:
@@ -175,7 +178,7 @@ def backward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 row sums, 1 coefficients and gradients of affine maps, or 2 coefficients where nothing was summed, 3 ``dx``."""
+    """Passes: 0 row sums, 1 coefficients and gradients of affine maps, or 2 coefficients without row sums, 3 ``dx``."""
     coef = back + 2 * rows
     batch_mean = work + 3 * rows
     if LIVE:

@@ -1,13 +1,13 @@
 """The closed family, one kernel a direction: passes over ``x`` and what stands between them.
 
 A launch runs the passes FIRST to STOP - 1. Large inputs take a launch a pass, each with as many programs as it likes.
-Small ones, whose time is the host's, take one launch: as many programs as fit the device at once, which wait for each
-other between passes (MEET). What the passes share lies in one buffer, ``work``, kept for backward:
+Small inputs are bound by the host and take one launch, with as many programs as the device runs at once. Its programs
+wait for each other between passes (MEET). The passes share one buffer, ``work``, which is kept for backward:
 
     coefficients [3, rows], moments [2, rows], sample pool [2, cells], batch pool [2, cells], renorm [2, cells], members
 
-and in a second one, ``back``: row sums [2, rows], coefficients [4, rows], sums over the pools [2, cells] each, and each
-block's share of the mixture weights' gradient.
+and in backward a second one, ``back``: row sums [2, rows], coefficients [4, rows], sums over each pool [2, cells], and
+each block's share of the gradient of the mixture weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .pools import coefficients, coefficients_backward, move_ghosts, pool_backwa
 __all__ = ["meet"]
 
 
-# Numbers that no address depends on: to compile for each that is one, or a multiple of 16, would be for nothing.
+# No address depends on these numbers. Triton would compile again for each that is 1, or a multiple of 16, for nothing.
 _ANY = [
     "N", "sample_cells", "sample_groups", "batch_cells", "batch_groups", "sample_programs", "batch_programs",
     "affine_programs", "table_programs", "ghost", "per_split", "splits", "per_split2", "splits2",
@@ -31,7 +31,7 @@ _OF_FORWARD = [n for n in _ANY if n not in ("affine_programs", "table_programs")
 
 @triton.jit
 def meet(counter):
-    """Wait for every program. ``counter`` (int64) only grows, by the number of programs each time: no one resets it."""
+    """Wait for every program. ``counter`` (int64) grows by the number of programs each time, and nothing resets it."""
     tl.debug_barrier()
     programs = tl.num_programs(0).to(tl.int64)
     one = programs // programs
@@ -75,8 +75,10 @@ def forward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 moments, 1 moments of split rows together, 2 pools, 3 coefficients, 4 ``y``. Channels last: BQ is positions and
-    BS channels of a tile."""
+    """Passes: 0 moments, 1 moments of split rows joined, 2 pools, 3 coefficients, 4 ``y``.
+
+    Channels last, BQ is positions and BS channels of a tile.
+    """
     stats, sample, batch_mean, batch_var, renorm, members = _split(
         work, rows, sample_cells, batch_cells, READS, RENORM
     )
@@ -143,8 +145,8 @@ def backward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 row sums, 1 sums of split rows together, 2 sums over the pools and gradients of affine maps, 3 coefficients and
-    gradients of mixture weights, 4 ``dx``."""
+    """Passes: 0 row sums, 1 sums of split rows joined, 2 sums over the pools and gradients of affine maps, 3
+    coefficients and gradients of mixture weights, 4 ``dx``."""
     stats, sample, batch_mean, batch_var, renorm, members = _split(
         work, rows, sample_cells, batch_cells, READS, RENORM
     )
@@ -199,7 +201,7 @@ def backward(
         )  # fmt: skip
 
 
-# --- the passes alone: what they are compiled for does not depend on the rule -----------------------------------------
+# --- single passes: they do not depend on the rule, so all rules share what is compiled -------------------------------
 
 _SIZES = ["N", "per_split", "splits"]
 
@@ -209,7 +211,7 @@ def moments(
     x, stats, partials, at, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
-    """They begin ``at`` in ``stats``; JOIN: from those of split rows."""
+    """The moments begin ``at`` in ``stats``. JOIN joins the moments of split rows."""
     stats += at
     if JOIN:
         join_moments(tl.program_id(0), partials, stats, rows, s, per_split, splits, B // 4)

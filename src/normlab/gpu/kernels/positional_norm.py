@@ -1,8 +1,9 @@
 """Positional norm in Triton: a kernel a direction, and one that sums over the programs of backward.
 
-A program takes a block of a sample's positions, in backward ``per`` blocks one after the other, with all channels at
-once; where these are too many, the kernels in parts take them some at a time. Statistics are those of deviations from
-the mean, whose own mean is taken off once more: a large mean is rounded. Capitals are constexpr. Nothing uses atomics.
+A program takes a block of a sample's positions with all channels at once; in backward, ``per`` blocks one after the
+other. Where there are too many channels, the kernels ``..._in_parts`` take some at a time. A large mean is rounded, so
+the deviations from it have a small mean of their own, which is subtracted as well. Capitals are constexpr. Nothing uses
+atomics.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import triton.language as tl
 from .passes import activate, through_activation
 
 _SIZES = ["per", "chunks"]
-_PAIRS = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would add them one by one
+_PAIRS = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would add the elements one by one
 
 
 @triton.jit
 def _known(C, S, LAST: tl.constexpr, UNIT: tl.constexpr):
-    """Channels and positions. One is what lies between neighbours of the other, and a multiple of UNIT, which the
-    compiler must see to read as many elements at once."""
+    """Channels and positions. The compiler must see that the one that is a stride is a multiple of UNIT, to read as
+    many elements at once."""
     if LAST:
         C = C // UNIT * UNIT
     else:
@@ -32,7 +33,7 @@ def _begin(n, block, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constex
     """The first element of a block of sample ``n``."""
     n = n.to(tl.int64)
     if FAR:
-        block += n * 0  # which is wide
+        block += n * 0  # n is int64
     if LAST:
         return (n * S + block * BP) * C
     else:
@@ -41,7 +42,7 @@ def _begin(n, block, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constex
 
 @triton.jit
 def _within(c, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr):
-    """Where a tile ``[BP, BC]`` lies, from there. FAR: a sample is larger than what 32 bits count."""
+    """Where a tile ``[BP, BC]`` lies, relative to `_begin`. FAR: a sample has more elements than 32 bits count."""
     p = tl.arange(0, BP)
     if FAR:
         c = c.to(tl.int64)
@@ -68,7 +69,7 @@ def _add(a, b, c, d):
 
 @triton.jit
 def _sums(a, b):
-    """Over channels, of both at once: the threads of a program then wait for each other once."""
+    """Sums over channels, of both at once: the threads of a program then wait for each other once."""
     if _PAIRS:
         return tl.reduce((a, b), 1, _add)
     else:
@@ -77,7 +78,8 @@ def _sums(a, b):
 
 @triton.jit
 def _deviations(v, ok, C):
-    """All channels of some positions less their mean, and the sums of squares. What is not ``ok`` is not zero."""
+    """All channels of some positions minus their mean, and the sums of squares. Where not ``ok``, values are not
+    zero."""
     d = tl.where(ok, v - (tl.sum(v, 1) / C)[:, None], 0.0)
     off, squares = _sums(d, d * d)
     off = off / C
@@ -86,13 +88,13 @@ def _deviations(v, ok, C):
 
 @triton.jit
 def _reciprocal(squares, p_ok, C, eps):
-    """Of the deviation; one beyond the last position, where without eps there is nothing to divide by."""
+    """The reciprocal standard deviation. It is 1 beyond the last position, where with eps zero it would be infinite."""
     return tl.rsqrt(tl.where(p_ok, squares / C + eps, 1.0))[:, None]
 
 
 @triton.jit
 def _affine(n, c, C, weight, bias, AFFINE: tl.constexpr, EACH: tl.constexpr):
-    """Weight and bias of channels; one and zero where there is none."""
+    """Weight and bias of channels; 1 and 0 where there is no affine map."""
     w = tl.zeros_like(c.to(tl.float32)) + 1.0
     b = w - 1.0
     at = c
@@ -143,8 +145,8 @@ def backward(
     AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
-    """``dx``, the residual's gradient where an activation follows, and each program's share of the gradients of weight
-    and bias, ``partials [programs, 2, C]``."""
+    """``dx``, the residual's gradient if an activation follows, and each program's share of the gradients of weight and
+    bias, ``partials [programs, 2, C]``."""
     C, S = _known(C, S, LAST, UNIT)
     pid = tl.program_id(0)
     n = pid // chunks
@@ -177,14 +179,14 @@ def backward(
         tl.store(share + C + c, tl.sum(sum_b, 0), mask=c < C)
 
 
-# --- channels some at a time ------------------------------------------------------------------------------------------
+# --- some channels at a time ------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _statistics(
     x, n, block, p_ok, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
-    """Mean, what it was rounded by, and the sums of squares of some positions."""
+    """The mean of some positions, its rounding error, and the sums of squared deviations."""
     begin = _begin(n, block, C, S, LAST, FAR, BP)
     total = tl.zeros((BP,), tl.float32)
     for start in range(0, C, BC):
@@ -278,7 +280,8 @@ def backward_in_parts(
 
 @triton.jit(do_not_specialize=["shares"])
 def join(partials, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr):
-    """The gradients of weight and bias, of all samples or of each, from ``partials [samples, shares, 2, C]``."""
+    """The gradients of weight and bias from ``partials [samples, shares, 2, C]``. ``samples`` is 1 where all samples
+    share one map."""
     blocks = tl.cdiv(C, BC)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     c = (tl.program_id(0) % blocks) * BC + tl.arange(0, BC)

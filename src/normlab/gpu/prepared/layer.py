@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,26 +19,68 @@ __all__ = ["NormLayer"]
 class NormLayer(Protocol):
     """The part of :class:`normlab.layers.norm.Norm` that kernels use."""
 
-    num_features: int
-    branches: tuple[str, ...] | None
-    statistics: Statistics
-    affine_terms: tuple[str, ...]
-    eps: float
-    momentum: float | None
-    key_size: int
-    act: str | None
-    policy: Policy
-    track_running_stats: bool
-    _parameters: dict[str, Any]
-    _buffers: dict[str, Tensor | None]
-    _modules: dict[str, Any]
-    _buffers_of: list[tuple[str, str] | None]  # names of the running mean and variance of each pool
-    _predictor: tuple[str, ...]  # names of the parameters of a predicted affine map
-    _run_shape: tuple[int, ...] | None  # the resolution at which groups that cross channels were tracked
     _read: (
         tuple[list[Any], Tensor] | None
     )  # the running statistics that the last forward pass in training read
-    _known_calls: Any  # normlab.layers.memory.KnownCalls
+
+    @property
+    def num_features(self) -> int: ...
+
+    @property
+    def branches(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def statistics(self) -> Statistics: ...
+
+    @property
+    def affine_terms(self) -> tuple[str, ...]: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def momentum(self) -> float | None: ...
+
+    @property
+    def key_size(self) -> int: ...
+
+    @property
+    def act(self) -> str | None: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def track_running_stats(self) -> bool: ...
+
+    @property
+    def _parameters(self) -> Mapping[str, Any]: ...
+
+    @property
+    def _buffers(self) -> Mapping[str, Tensor | None]: ...
+
+    @property
+    def _modules(self) -> Mapping[str, Any]: ...
+
+    @property
+    def _buffers_of(self) -> Sequence[tuple[str, str] | None]:
+        """The names of the running mean and variance of each pool."""
+        ...
+
+    @property
+    def _predictor(self) -> tuple[str, ...]:
+        """The names of the parameters of a predicted affine map."""
+        ...
+
+    @property
+    def _run_shape(self) -> tuple[int, ...] | None:
+        """The resolution at which groups that cross channels were tracked."""
+        ...
+
+    @property
+    def _known_calls(self) -> Any:
+        """:class:`normlab.layers.memory.KnownCalls`."""
+        ...
 
     @property
     def process_group(self) -> Any: ...

@@ -11,7 +11,7 @@ from ...statistics.affine import NO_MAP, Affine
 from ...statistics.base import Sources
 from ...statistics.modes import Modes
 from ..autograd import NoGradInputs, run
-from ..mode_norm import ModeNormConfig, ModeNormPlan, mode_views, plans_for
+from ..mode_norm_launches import ModeNormConfig, ModeNormPlan, plans_for
 from ..shapes import dense, shape_of
 from .calls import PreparedWhole, QuickCall, momentum_of
 from .layer import NormLayer
@@ -80,5 +80,14 @@ class PreparedModeNorm(PreparedWhole):
         return call
 
     def rule(self, plan: ModeNormPlan, work: Tensor, inputs: NoGradInputs) -> Rule:
-        found = None if self.live else mode_views(plan, work)
+        found = None if self.live else _mode_views(plan, work)
         return self.statistics.rule(Sources(self.plans, (found,), (self.live,), None, inputs.numbers[1]))
+
+
+def _mode_views(plan: ModeNormPlan, work: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of every mode, ``[1, K, C]``, as they normalized."""
+    k, c = plan.config.modes, plan.shape.c
+    at = 5 * plan.shape.rows + plan.shape.n * k
+    mean, var = work[at : at + 2 * k * c].view(2, 1, k, c).unbind()
+    about = work[3 * plan.shape.rows :][:c]
+    return mean + about, var

@@ -11,7 +11,7 @@ from ...statistics.affine import NO_MAP, Affine
 from ...statistics.positional import OfPositions
 from ..autograd import NoGradInputs, run
 from ..launch_plans import LaunchPlan
-from ..positional_norm import PositionalNormConfig, plans_for
+from ..positional_norm_launches import PositionalNormConfig, plans_for
 from ..shapes import dense, shape_of
 from .calls import PreparedWhole, QuickCall
 from .layer import NormLayer

@@ -1,4 +1,4 @@
-"""Positional norm by Triton kernels: a launch a direction, and one more for the gradients of its affine map."""
+"""Sizes and launches of positional norm: one launch a direction, and one more for the gradients of its affine map."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ _BACKWARD = {False: ((*range(5), 8, 9, 6), (0, 1)), True: ((*range(5), 10, 11, 6
 _JOIN = {False: ((6, 16, 17), ()), True: ((6, 18, 19), ())}
 
 _WAVES = 8  # programs a multiprocessor in backward, each with sums of its own
-_COLUMNS, _SHARES = (
-    8,
-    256,
-)  # channels, and sums of programs, that are joined at once; few, so that programs are several
+# Channels, and sums of programs, that are joined at once. Few channels, so that several programs join.
+_COLUMNS, _SHARES = 8, 256
 
 
 class Tile(NamedTuple):
@@ -37,7 +35,7 @@ class Tile(NamedTuple):
     positions: int
     channels: int
     warps: int
-    stages: int = 1  # of backward: blocks in flight, one that is computed and those that are read ahead of it
+    stages: int = 1  # of backward: blocks in flight, one being computed and the rest read ahead
 
 
 # By whether channels lie last: the most channels that a program takes whole, and its tile where there are more.

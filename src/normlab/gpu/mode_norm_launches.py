@@ -1,11 +1,9 @@
-"""Mode norm by Triton kernels: its sizes and launches."""
+"""Sizes and launches of mode norm."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import NamedTuple
-
-from torch import Tensor
 
 from .kernels import mode_norm as mode_norm_kernels
 from .launch_plans import LaunchPlan, LaunchPlans, fits_one_launch, launches_of
@@ -13,7 +11,7 @@ from .shapes import Shape
 from .single_passes import passes_of_x
 from .tiles import BLOCK, JOINED, PASSES, ceil, power, tiles
 
-__all__ = ["ModeNormConfig", "ModeNormPlan", "mode_views", "plans_for"]
+__all__ = ["ModeNormConfig", "ModeNormPlan", "plans_for"]
 
 
 # The tensors and numbers of a call that the kernels take. The weight and bias of the gates stand where mixtures have
@@ -92,12 +90,3 @@ class ModeNormPlan(LaunchPlan):
 @lru_cache(maxsize=4096)
 def plans_for(config: ModeNormConfig) -> LaunchPlans:
     return LaunchPlans(config, ModeNormPlan)
-
-
-def mode_views(plan: LaunchPlan, work: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of every mode, ``[1, K, C]``, as they normalized."""
-    k, c = plan.config.modes, plan.shape.c
-    at = 5 * plan.shape.rows + plan.shape.n * k
-    mean, var = work[at : at + 2 * k * c].view(2, 1, k, c).unbind()
-    about = work[3 * plan.shape.rows :][:c]
-    return mean + about, var
