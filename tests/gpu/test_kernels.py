@@ -1539,7 +1539,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch):
     from normlab.gpu import closed_family_launches, mode_norm_launches
 
     for module in (closed_family_launches, mode_norm_launches):
-        module.prepare.cache_clear()
+        module.plans_for.cache_clear()
         monkeypatch.setattr(module, "_SAMPLES", 8)
     monkeypatch.setattr(closed_family_launches, "_MANY", 8)
     yield

@@ -121,8 +121,10 @@ class _Normalize(torch.autograd.Function):
         dtype = x.dtype
         plan = plans.plan_for(tuple([dtype if t is None else t.dtype for t in tensors]), pointers)
         y = torch.empty_like(x)
-        work = _floats(plan.forward_floats, x)
-        partials = _floats(plan.partial_floats, x) if plan.partial_floats else work
+        work = torch.empty(plan.forward_floats, dtype=torch.float32, device=x.device)
+        partials = work
+        if plan.partial_floats:
+            partials = torch.empty(plan.partial_floats, dtype=torch.float32, device=x.device)
         tensors = (x, y, residual_like_x, work, partials, *tensors[2:])
         if pointers:
             pointers = [
@@ -141,15 +143,15 @@ class _Normalize(torch.autograd.Function):
                 (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, *stored),
             )  # fmt: skip
         ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
-        ctx.plan, ctx.work, ctx.no_grad_inputs, ctx.label = plan, work, no_grad_inputs, label
-        ctx.rule_and_rows = rule_of, rows
+        ctx.plan, ctx.work, ctx.rest = plan, work, ((rule_of, rows), no_grad_inputs, label)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        rule_and_rows, no_grad_inputs, label = ctx.rest
         needs = ctx.needs_input_grad[:8]
         found = _backward(
-            ctx.plan, ctx.rule_and_rows, ctx.no_grad_inputs, ctx.label, ctx.work, ctx.saved_tensors, needs, dy
+            ctx.plan, rule_and_rows, no_grad_inputs, label, ctx.work, ctx.saved_tensors, needs, dy
         )
         return (*found, *(None,) * 7)
 
@@ -171,7 +173,7 @@ def _backward(
     work: Tensor, values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of ``values``: x, the residual, two affine maps and the logits."""
-    x, residual, *learned = values
+    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = values
     assert x is not None
     if wants_plain(dy):
         rule_of, rows = rule_and_rows
@@ -189,16 +191,33 @@ def _backward(
         which, launches = describe.OF_PARAMETERS, plan.backward_of_parameters
     elif not plan.reads and not (config.act and config.residual) and not any(needs[2:]):
         which, launches = describe.OF_X, plan.backward_of_x
-    d_learned = _empty_gradients(learned, label)
+    d_weight = d_bias = d_weight2 = d_bias2 = d_mean = d_var = None
+    if weight is not None:
+        assert bias is not None
+        d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
+    if (
+        weight2 is not None and label is not None
+    ):  # rows of the table that no sample chose have a zero gradient
+        room = ceil(weight2.numel(), 16) * 16  # kernels expect both to begin at a multiple of 16 bytes
+        both = weight2.new_zeros(2 * room)
+        d_weight2, d_bias2 = (both.as_strided(weight2.shape, weight2.stride(), k) for k in (0, room))
+    elif weight2 is not None:
+        assert bias2 is not None
+        d_weight2, d_bias2 = torch.empty_like(weight2), torch.empty_like(bias2)
+    if mean_logits is not None:
+        assert var_logits is not None
+        d_mean, d_var = torch.empty_like(mean_logits), torch.empty_like(var_logits)
     dx = torch.empty_like(x) if needs[0] else None
     # The residual's gradient is the gradient before the activation; without an activation, it is dy.
     d_inner = torch.empty_like(x) if config.residual and config.act else None
     residual_like_x = None if residual is None else in_layout_of(residual, x, shape.channels_last)
-    back = _floats(plan.backward_floats, x)
-    partials = _floats(plan.partial_floats, x) if plan.partial_floats else back
+    back = torch.empty(plan.backward_floats, dtype=torch.float32, device=x.device)
+    partials = back
+    if plan.partial_floats:
+        partials = torch.empty(plan.partial_floats, dtype=torch.float32, device=x.device)
     tensors = (
-        dy, x, dx, residual_like_x, d_inner, work, back, partials, *learned[:4], no_grad_inputs.segment, label,
-        *learned[4:], *d_learned,
+        dy, x, dx, residual_like_x, d_inner, work, back, partials, weight, bias, weight2, bias2,
+        no_grad_inputs.segment, label, mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var,
     )  # fmt: skip
     if not plan.meet:
         tensors = (*tensors, work)
@@ -210,26 +229,7 @@ def _backward(
     d_residual = None
     if config.residual and needs[1]:
         d_residual = dy if d_inner is None else d_inner
-    return (dx, d_residual, *d_learned)
-
-
-def _empty_gradients(learned: Sequence[Tensor | None], label: Tensor | None) -> list[Tensor | None]:
-    """Where kernels write the gradients of two affine maps and of the logits."""
-    weight, bias, weight2, bias2, *logits = learned
-    if weight2 is not None and label is not None:  # rows that no sample chose have a zero gradient
-        room = ceil(weight2.numel(), 16) * 16  # kernels expect both to begin at a multiple of 16 bytes
-        both = weight2.new_zeros(2 * room)
-        second = [both.as_strided(weight2.shape, weight2.stride(), k) for k in (0, room)]
-    else:
-        second = [None if t is None else torch.empty_like(t) for t in (weight2, bias2)]
-    first, last = (
-        [None if t is None else torch.empty_like(t) for t in ts] for ts in ((weight, bias), logits)
-    )
-    return [*first, *second, *last]
-
-
-def _floats(number: int, x: Tensor) -> Tensor:
-    return torch.empty(number, dtype=torch.float32, device=x.device)
+    return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var)
 
 
 def _differentiate_again(

@@ -71,15 +71,16 @@ def _forward(
     needs: Sequence[bool] | None,  # of x and of each of the tensors; None: the rule is not recorded
 ) -> _Forward:
     config, shape = plan.config, plan.shape
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     rows = shape.rows
-    work = _floats(5 * rows, x)
-    partials = _floats(plan.partial_floats, x) if plan.partial_floats else work
+    work = torch.empty(5 * rows, **floats)
+    partials = torch.empty(plan.partial_floats, **floats) if plan.partial_floats else work
     pooled: list[Tensor] = []
     for size, p in zip(plan.pooled, config.pools, strict=True):
         if p.trivial:
             pooled += [work.as_strided(size, (shape.width, 1), at) for at in (3 * rows, 4 * rows)]
         else:
-            pooled += [_floats(size, x), _floats(size, x)]
+            pooled += [torch.empty(size, **floats), torch.empty(size, **floats)]
     if plan.moments is not None:
         plan.moments((x, work, partials, *pooled), ())
     leaves = tensors
@@ -104,10 +105,6 @@ def _forward(
     y = torch.empty_like(x)
     launches.apply((x, y, residual_like_x, work, *standard, weight, bias, *(moving or (None,) * 5)), numbers)
     return _Forward(y, seen, launches, work, standard, pooled, leaves)
-
-
-def _floats(size: int | tuple[int, int], x: Tensor) -> Tensor:
-    return torch.empty(size, dtype=torch.float32, device=x.device)
 
 
 class _Normalize(torch.autograd.Function):
@@ -150,8 +147,9 @@ class _Normalize(torch.autograd.Function):
         x = _aligned(x) if config.aligned else x
         work = _aligned(work.contiguous())
         weight = None if weight is None else _aligned(weight.contiguous())
-        back = _floats(6 * shape.rows, x)
-        partials = _floats(plan.partial_floats, x) if plan.partial_floats else back
+        floats: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+        back = torch.empty(6 * shape.rows, **floats)
+        partials = torch.empty(plan.partial_floats, **floats) if plan.partial_floats else back
         recorded = tuple([t is not None and t.requires_grad for t in ctx.standard])
         d_standard = [
             torch.empty(t.shape, dtype=t.dtype, device=x.device) if wanted else None

@@ -16,7 +16,7 @@ from ..host import library
 from ..launch_plans import LaunchPlans
 from .layer import NormLayer
 
-__all__ = ["PreparedCall", "PreparedWhole", "QuickCall", "fits", "momentum_of"]
+__all__ = ["PreparedCall", "PreparedWhole", "QuickCall", "fits"]
 
 
 # Serves (layer, x, label, residual) with everything decided but the tensors and numbers, which may be replaced at any
@@ -85,11 +85,6 @@ class PreparedWhole(PreparedCall):
 
     def _quick(self, layer: NormLayer, x: Tensor, affine: Affine, entry: Any) -> QuickCall | None:
         raise NotImplementedError
-
-
-def momentum_of(layer: NormLayer, update: bool) -> float:
-    """The momentum that kernels take: zero where nothing moves."""
-    return float(layer.momentum) if update and layer.momentum is not None else 0.0
 
 
 def fits(t: Tensor | None, x: Tensor) -> bool:

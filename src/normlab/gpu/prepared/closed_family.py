@@ -18,7 +18,7 @@ from ..autograd import NoGradInputs, run
 from ..closed_family import batch_views, bounds_of, closed_rule_of, config_of
 from ..closed_family_launches import ClosedFamilyPlan, plans_for
 from ..shapes import dense, shape_of
-from .calls import PreparedWhole, QuickCall, momentum_of
+from .calls import PreparedWhole, QuickCall
 from .layer import NormLayer
 from .torch_batch_norm import torch_batch_norm
 
@@ -64,8 +64,17 @@ class PreparedClosedFamily(PreparedWhole):
         if self.by_torch is not None and self.by_torch.serves(layer, x, affine, residual):
             return self.by_torch(layer, x, affine)
         plans, entry = self.serving(layer, affine, residual)
-        mean, var, batches, branch = self._running(layer)
-        momentum, eps = momentum_of(layer, self.update), float(layer.eps)
+        mean = var = batches = None
+        branch = self.branch
+        if self.reads_running:
+            mean, var, batches = self.stored(layer)
+            if self.renorm is not None and self.rerun and layer._read is not None:
+                ((mean, var),), batches = layer._read  # what the first forward pass read: of its branch alone
+                branch = 0
+            elif self.renorm is not None:
+                self.keep_read(layer, mean, var, batches)
+        momentum = layer.momentum if self.update else None
+        momentum, eps = 0.0 if momentum is None else float(momentum), float(layer.eps)
         logits: tuple[Any, ...] = ()
         if self.config.logits > 1:
             assert isinstance(self.statistics, Mixture)
@@ -91,18 +100,6 @@ class PreparedClosedFamily(PreparedWhole):
         mean, var, batches = buffers[self.names[0]], buffers[self.names[1]], buffers["num_batches_tracked"]
         assert mean is not None and var is not None and batches is not None
         return mean, var, batches
-
-    def _running(self, layer: NormLayer) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-        """Running statistics and the count of batches, where this call reads or moves them; and whose they are."""
-        if not self.reads_running:
-            return None, None, None, self.branch
-        mean, var, batches = self.stored(layer)
-        if self.renorm is not None and self.rerun and layer._read is not None:
-            ((mean, var),), batches = layer._read  # what the first forward pass read: of its branch alone
-            return mean, var, batches, 0
-        if self.renorm is not None:
-            self.keep_read(layer, mean, var, batches)
-        return mean, var, batches, self.branch
 
     def keep_read(self, layer: NormLayer, mean: Tensor, var: Tensor, batches: Tensor) -> None:
         """Keep what batch renorm reads. Checkpointing may rerun this forward pass when the buffers have moved."""

@@ -13,7 +13,7 @@ from ...statistics.modes import Modes
 from ..autograd import NoGradInputs, run
 from ..mode_norm_launches import ModeNormConfig, ModeNormPlan, plans_for
 from ..shapes import dense, shape_of
-from .calls import PreparedWhole, QuickCall, momentum_of
+from .calls import PreparedWhole, QuickCall
 from .layer import NormLayer
 
 __all__ = ["PreparedModeNorm"]
@@ -43,7 +43,8 @@ class PreparedModeNorm(PreparedWhole):
             affine = Affine(affine.weight, affine.bias, *rows_of_table)
         plans, entry = self.serving(layer, affine, residual)
         mean, var, batches = self._stored(layer)
-        momentum, eps = momentum_of(layer, self.update), float(layer.eps)
+        momentum = layer.momentum if self.update else None
+        momentum, eps = 0.0 if momentum is None else float(momentum), float(layer.eps)
         learned = layer._learned_values()
         gate = learned["gate_weight"], learned["gate_bias"]
         x = dense(x)[0]
