@@ -23,14 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import normlab
-from normlab.gpu.host import build as host_build
-from normlab.gpu.host import library as host
+from normlab.gpu.host import build, describe, library
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from normlab.gpu import closed_family as fused
-from normlab.gpu import closed_family_launches as sized
-from normlab.gpu.kernels import closed_family as whole_kernels
+from normlab.gpu import autograd, closed_family_launches, launch_plans
+from normlab.gpu.kernels import closed_family as closed_family_kernels
 from normlab.gpu.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,9 +36,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    if (missing := host._cannot_build()) is not None:
+    if (missing := library._cannot_build()) is not None:
         pytest.skip(f"the compiled host path cannot be built here: {missing}")
-    host.build_host()
+    library.build_host()
 
 
 really = Launch.__call__
@@ -48,10 +46,10 @@ really = Launch.__call__
 
 def made_up(launch: Launch, tensors: Any, places: Any, numbers: Any = ()) -> None:
     """In place of a kernel: outputs that depend on each input, on its place and on its layout."""
-    if launch.kernel not in (whole_kernels.forward, whole_kernels.backward):
+    if launch.kernel not in (closed_family_kernels.forward, closed_family_kernels.backward):
         really(launch, tensors, places, numbers)
         return
-    forward = launch.kernel is whole_kernels.forward
+    forward = launch.kernel is closed_family_kernels.forward
     outputs = (1, 3, 13, 14, 15) if forward else (2, 4, 6, *range(16, 22))
     inputs = (0, 2, *range(5, 16)) if forward else (0, 1, 3, 5, *range(8, 16))
     assert len(tensors) == (16 if forward else 22) + (not launch.meet)
@@ -198,8 +196,8 @@ def test_half_precision(dtype: torch.dtype, parameters: str, quick: None):
 def test_activation_and_residual(
     beside: str, act: str | None, last: bool, passes: str, quick: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sized, "WHOLE", 1 << 40 if passes == "whole" else 0)
-    sized.prepare.cache_clear()
+    monkeypatch.setattr(launch_plans, "WHOLE", 1 << 40 if passes == "whole" else 0)
+    closed_family_launches.plans_for.cache_clear()
     x = input_of(3, 6, 3, 5, last=last)
     dy = torch.randn_like(x)
     more: dict[str, Tensor] = {}
@@ -522,7 +520,7 @@ def test_an_error_in_backward_arrives(compiled: None, monkeypatch: pytest.Monkey
         z = layer(x)
     with pytest.raises(ZeroDivisionError):
         z.sum().backward()
-    monkeypatch.setattr(fused, "_differentiate_again", broken)
+    monkeypatch.setattr(autograd, "_differentiate_again", broken)
     with pytest.raises(ZeroDivisionError):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
@@ -542,10 +540,10 @@ def test_either_host_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Nothing built yet, and whatever is built lies in a folder of its own."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(host, "_state", host._State())
-    host._folder.cache_clear()
+    monkeypatch.setattr(library, "_state", library._State())
+    library._folder.cache_clear()
     yield tmp_path
-    host._folder.cache_clear()
+    library._folder.cache_clear()
 
 
 def compiler(at: Path, script: str) -> str:
@@ -561,16 +559,16 @@ def test_a_failed_build_is_remembered_with_its_reason(elsewhere: Path, monkeypat
     )
     with pytest.raises(RuntimeError, match="no such header"):
         normlab.build_host()
-    assert "no such header" in (host._folder() / host_build.FAILED).read_text()
+    assert "no such header" in (library._folder() / build.FAILED).read_text()
     assert "its build failed" in normlab.host_status()
-    assert host.library(0) is None  # and does not try again
-    assert host._build("background").wait() == 0
+    assert library.extension_for(0) is None  # and does not try again
+    assert library._start_build("background").wait() == 0
     assert (elsewhere / "runs").read_text() == "again\n"
 
 
 def test_without_a_compiler_python_serves(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert host.library(0) is None
+    assert library.extension_for(0) is None
     assert "no C++ compiler" in normlab.host_status()
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         normlab.build_host()
@@ -581,24 +579,24 @@ def test_layers_on_a_gpu_build_in_the_background(elsewhere: Path, monkeypatch: p
     wait = "while ! test -e " + str(elsewhere / "go") + "; do sleep 0.05; done"
     write = f'for last; do :; done; echo no library > "$last"; echo once >> {elsewhere}/runs'
     monkeypatch.setenv("CXX", compiler(elsewhere / "slow", f"{wait}; {write}"))
-    monkeypatch.setattr(host, "_POLL", 0.0)
-    assert host.library(0) is None
+    monkeypatch.setattr(library, "_POLL", 0.0)
+    assert library.extension_for(0) is None
     assert "being built" in normlab.host_status()
-    others = [host._build("background") for _ in range(2)]
-    assert host.library(0) is None and not (host._folder() / host_build.LIBRARY).exists()
-    process = host._state.process
+    others = [library._start_build("background") for _ in range(2)]
+    assert library.extension_for(0) is None and not (library._folder() / build.LIBRARY).exists()
+    process = library._state.process
     assert process is not None
     (elsewhere / "go").touch()
     assert [p.wait() for p in (process, *others)] == [0, 0, 0]
     assert (elsewhere / "runs").read_text() == "once\n"
-    assert host.library(0) is None and "does not load" in normlab.host_status()
+    assert library.extension_for(0) is None and "does not load" in normlab.host_status()
 
 
 def test_asked_for_while_it_builds_in_the_background(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
     write = f'sleep 0.5; for last; do :; done; echo no library > "$last"; echo once >> {elsewhere}/runs'
     monkeypatch.setenv("CXX", compiler(elsewhere / "slow", write))
-    assert host.library(0) is None
-    process = host._state.process
+    assert library.extension_for(0) is None
+    process = library._state.process
     assert process is not None
     path = normlab.build_host()
     assert path.exists() and process.returncode == 0  # not left behind as a process nobody waits for
@@ -634,21 +632,21 @@ PTX = "\n".join(
 
 def test_parameters_are_those_of_the_signature_and_of_the_ptx():
     fixed = (5, 1, 1 << 40, 256)
-    launch: Any = SimpleNamespace(device=0, ready=made_kernel(TYPES, PTX), fixed=fixed, grid=9, meet=False)
+    launch: Any = SimpleNamespace(device=0, compiled=made_kernel(TYPES, PTX), fixed=fixed, grid=9, meet=False)
     slots = ((0, 0, 0), (0, 1, 0), (1, 0, 0), (2, 0, 5), (3, 0, 1 << 40), (4, 0, 0), (4, 0, 0))
-    assert host._described(launch, range(2), range(1)) == (77, 9, 128, 128, False, slots)
+    assert describe._described(launch, range(2), range(1)) == (77, 9, 128, 128, False, slots)
     for change in (
-        {"ready": made_kernel(TYPES, PTX, num_ctas=2)},
-        {"ready": made_kernel(TYPES, PTX, launch_pdl=True)},
-        {"ready": made_kernel(TYPES, PTX, global_scratch_size=64)},
-        {"ready": made_kernel(TYPES, PTX.replace("f32", "f64"))},
-        {"ready": made_kernel(TYPES, PTX.rpartition(".param")[0].replace("u32", "u64"))},
-        {"ready": made_kernel({**TYPES, "y": "tensordesc<fp32[4]>"}, PTX)},
-        {"ready": made_kernel({**TYPES, "eps": "constexpr"}, PTX)},
-        {"ready": None},
+        {"compiled": made_kernel(TYPES, PTX, num_ctas=2)},
+        {"compiled": made_kernel(TYPES, PTX, launch_pdl=True)},
+        {"compiled": made_kernel(TYPES, PTX, global_scratch_size=64)},
+        {"compiled": made_kernel(TYPES, PTX.replace("f32", "f64"))},
+        {"compiled": made_kernel(TYPES, PTX.rpartition(".param")[0].replace("u32", "u64"))},
+        {"compiled": made_kernel({**TYPES, "y": "tensordesc<fp32[4]>"}, PTX)},
+        {"compiled": made_kernel({**TYPES, "eps": "constexpr"}, PTX)},
+        {"compiled": None},
         {"meet": True},
     ):
-        assert host._described(SimpleNamespace(**{**vars(launch), **change}), range(2), range(1)) is None  # type: ignore[arg-type]
+        assert describe._described(SimpleNamespace(**{**vars(launch), **change}), range(2), range(1)) is None  # type: ignore[arg-type]
 
 
 GRAPHS = [

@@ -209,7 +209,7 @@ def launches(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch):
     """Made before anything is captured: in a graph, a counter that is made there costs a kernel at every replay."""
-    from normlab.gpu import launch
+    from normlab.gpu import counters
 
     made, capturing, zeros = [], [False], torch.zeros
 
@@ -220,24 +220,27 @@ def test_launches_in_graphs_have_counters_of_their_own(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "zeros", counted)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(launch, "_spare", {})
-    launch._counter.cache_clear()
+    monkeypatch.setattr(counters, "_unused", {})
+    counters._counter.cache_clear()
+
+    def address(stream: int) -> int:
+        return counters.counter_address(7, stream, 4)
+
     try:
-        wanted = launch.Launch(None, 4, (), 7, True)
         capturing[0] = True
-        wanted._counter(1)
+        address(1)
         assert made == [((1,), "cuda:7", True)]  # nothing ran before, so it is made there
         capturing[0] = False
-        assert wanted._counter(1) == wanted._counter(1) != wanted._counter(2)
-        spare = launch._spare[7].memory
-        assert not spare.any() and spare.numel() == 1 << 16
+        assert address(1) == address(1) != address(2)
+        unused = counters._unused[7].memory
+        assert not unused.any() and unused.numel() == 1 << 16
         capturing[0], before = True, len(made)
-        places = [wanted._counter(1) - spare.data_ptr() for _ in range(spare.numel() // 2)]
-        assert places == list(range(0, 8 * spare.numel(), 16)) and len(made) == before
-        wanted._counter(1)
+        places = [address(1) - unused.data_ptr() for _ in range(unused.numel() // 2)]
+        assert places == list(range(0, 8 * unused.numel(), 16)) and len(made) == before
+        address(1)
         assert made[-1] == ((1,), "cuda:7", True)  # all are given away
     finally:
-        launch._counter.cache_clear()
+        counters._counter.cache_clear()
 
 
 def test_the_number_of_launches_is_chosen_by_a_scope():
@@ -332,12 +335,23 @@ def test_launches_of_single_passes_agree(launches: str, name: str):
         assert_close(b, a, rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_has_what_kernels_ask_for():
+    from normlab.gpu.prepared.layer import NormLayer
+
+    layer: NormLayer = normlab.Norm2d(4)  # the type checker compares types and signatures
+    members = {name: value for name, value in vars(NormLayer).items() if not name.startswith("__")}
+    asked_for = [name for name, value in members.items() if isinstance(value, property) or callable(value)]
+    assert "_update_in_kernel" in asked_for
+    assert [name for name in asked_for if not hasattr(layer, name)] == []
+
+
 def torch_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU kernels run where they are forced, and what is forced is no operator of torch's."""
-    from normlab.gpu import prepared_calls as ready
+    from normlab.gpu.prepared import torch_batch_norm
 
-    monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: kind.batch_groups == kind.shape.c)
-    monkeypatch.setattr(ready, "triton_is_forced", lambda: False)
+    quicker = "_torch_is_quicker"
+    monkeypatch.setattr(torch_batch_norm, quicker, lambda config: config.batch_groups == config.shape.c)
+    monkeypatch.setattr(torch_batch_norm, "triton_is_forced", lambda: False)
 
 
 def is_torchs(y: Tensor) -> bool:
@@ -346,13 +360,13 @@ def is_torchs(y: Tensor) -> bool:
 
 
 def test_what_is_forced_is_no_operator_of_torchs(monkeypatch: pytest.MonkeyPatch):
-    from normlab.gpu import prepared_calls as ready
+    from normlab.gpu.prepared import torch_batch_norm
 
-    monkeypatch.setattr(ready, "_torch_is_quicker", lambda kind: True)
+    monkeypatch.setattr(torch_batch_norm, "_torch_is_quicker", lambda config: True)
     layer, x = normlab.BatchNorm2d(6).to(DEVICE), torch.randn(4, 6, 3, 3, device=DEVICE)
     with normlab.backend("triton", host="python"):
         assert not any(is_torchs(layer(x)) for _ in range(3))
-        monkeypatch.setattr(ready, "triton_is_forced", lambda: False)
+        monkeypatch.setattr(torch_batch_norm, "triton_is_forced", lambda: False)
         assert is_torchs(layer(x))
 
 
@@ -493,7 +507,7 @@ def in_another_thread(y: Tensor, dy: Tensor) -> None:
 @pytest.mark.parametrize("way", ["torch", "triton", "torch's operator"])
 def test_checkpointing_runs_again_what_a_scope_had_chosen(way: str, monkeypatch: pytest.MonkeyPatch):
     """Backward is outside of the scope, and the host path may have been built since."""
-    from normlab.gpu.host import library as host
+    from normlab.gpu.host import library
 
     layer = normlab.BatchNorm2d(6).to(DEVICE)
     twin, x, dy = deepcopy(layer), *torch.randn(2, 4, 6, 2, 3, device=DEVICE)
@@ -504,7 +518,7 @@ def test_checkpointing_runs_again_what_a_scope_had_chosen(way: str, monkeypatch:
         z = twin(same := x.clone().requires_grad_())
     assert isinstance(y, Tensor)
     assert is_torchs(z) == (way == "torch's operator")
-    monkeypatch.setattr(host, "library", lambda device: object())
+    monkeypatch.setattr(library, "extension_for", lambda device: object())
     in_another_thread(y, dy)
     z.backward(dy)
     assert_close((y, given.grad, *layer.buffers()), (z, same.grad, *twin.buffers()))
@@ -699,9 +713,9 @@ def test_own_coefficients_of_any_shape(shapes: str, affine: str, act: str | None
 
 def is_recorded(y: Tensor) -> bool:
     """Whether the kernels around a rule of one's own made ``y``."""
-    from normlab.gpu import recorded_rule as recorded
+    from normlab.gpu import recorded_rule
 
-    return isinstance(y.grad_fn, recorded._Normalize._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(y.grad_fn, recorded_rule._Normalize._backward_cls)  # type: ignore[attr-defined]
 
 
 RECORDED: dict[str, Any] = {
@@ -1227,26 +1241,32 @@ def close_to_exact(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
 @pytest.fixture
 def few_channels(monkeypatch: pytest.MonkeyPatch):
     """Programs of positional norm that look at few channels together, and several positions one after the other."""
-    from normlab.gpu import positional_norm as positions
+    from normlab.gpu import positional_norm_launches
 
-    positions.prepare.cache_clear()
-    monkeypatch.setattr(positions, "_WHOLE", dict.fromkeys((True, False), 16))
-    monkeypatch.setattr(positions, "_PART", dict.fromkeys((True, False), positions.Tile(4, 16, 4)))
-    monkeypatch.setattr(positions, "processors_of", lambda device: 1)
+    positional_norm_launches.plans_for.cache_clear()
+    monkeypatch.setattr(positional_norm_launches, "_WHOLE", dict.fromkeys((True, False), 16))
+    monkeypatch.setattr(
+        positional_norm_launches,
+        "_PART",
+        dict.fromkeys((True, False), positional_norm_launches.Tile(4, 16, 4)),
+    )
+    monkeypatch.setattr(positional_norm_launches, "processors_of", lambda device: 1)
     yield
-    positions.prepare.cache_clear()
+    positional_norm_launches.plans_for.cache_clear()
 
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch):
     """Programs of positional norm that take several small blocks of positions."""
-    from normlab.gpu import positional_norm as positions
+    from normlab.gpu import positional_norm_launches
 
-    positions.prepare.cache_clear()
-    monkeypatch.setattr(positions, "_tile", lambda *given: positions.Tile(4, 64, 4))
-    monkeypatch.setattr(positions, "processors_of", lambda device: 1)
+    positional_norm_launches.plans_for.cache_clear()
+    monkeypatch.setattr(
+        positional_norm_launches, "_tile", lambda *given: positional_norm_launches.Tile(4, 64, 4)
+    )
+    monkeypatch.setattr(positional_norm_launches, "processors_of", lambda device: 1)
     yield
-    positions.prepare.cache_clear()
+    positional_norm_launches.plans_for.cache_clear()
 
 
 POSITIONAL: dict[str, dict[str, Any]] = {
@@ -1516,16 +1536,15 @@ def test_launches_of_ghost_batches(name: str, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch):
     """Programs that look at eight samples together, so that few samples are several blocks of them."""
-    from normlab.gpu import closed_family_launches as sized
-    from normlab.gpu import mode_norm as modes
+    from normlab.gpu import closed_family_launches, mode_norm_launches
 
-    for module in (sized, modes):
-        module.prepare.cache_clear()
+    for module in (closed_family_launches, mode_norm_launches):
+        module.plans_for.cache_clear()
         monkeypatch.setattr(module, "_SAMPLES", 8)
-    monkeypatch.setattr(sized, "_MANY", 8)
+    monkeypatch.setattr(closed_family_launches, "_MANY", 8)
     yield
-    sized.prepare.cache_clear()
-    modes.prepare.cache_clear()
+    closed_family_launches.plans_for.cache_clear()
+    mode_norm_launches.plans_for.cache_clear()
 
 
 @pytest.mark.usefixtures("few_at_once")
@@ -1563,7 +1582,7 @@ def test_branches_of_samples_are_branches_apart(launches: str, name: str):
     dy = torch.randn_like(x)
     with normlab.backend("triton"):
         y = layer(x, branch=index)
-        assert [getattr(r, "each", False) for r in layer._known_calls.values()] == [True]
+        assert [getattr(r, "per_sample_branch", False) for r in layer._known_calls.values()] == [True]
         whole = torch.autograd.grad(y, (x, *layer.parameters()), dy)
         outputs = [apart(x[index == k], branch=b) for k, b in enumerate(apart.branches or ())]
         together = torch.cat(outputs)[torch.argsort(torch.argsort(index, stable=True))]

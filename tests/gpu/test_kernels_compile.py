@@ -95,7 +95,7 @@ def test_every_kernel_compiles(tmp_path: Path):
     assert set(found) == {
         "forward", "backward", "forward_in_parts", "backward_in_parts", "moments", "apply", "sums", "gradient", "join",
         "pool_columns", "pool_groups", "compose", "through_affine", "fold", "back", "move", "sparsest",
-        "cut_moments", "cut_apply", "cut_sums", "cut_gradient", "cut_total",
+        "uneven_moments", "uneven_apply", "uneven_sums", "uneven_gradient", "uneven_total",
     }  # fmt: skip
     assert sum(found.values()) == len(run.stdout.splitlines())
     assert found["moments"] > 4  # of split rows, too

@@ -1,1 +1,1 @@
-"""The passes and whole normalizers in Triton. The first CUDA tensor loads :mod:`normlab.gpu.backend`."""
+"""The passes and whole normalizers in Triton. :mod:`normlab.gpu.backend` is imported for the first CUDA tensor."""

@@ -1,4 +1,4 @@
-"""What the engine and the layers call where Triton kernels serve."""
+"""What the engine and the layers call when Triton kernels serve them."""
 
 from .closed_family import normalize
 from .passes import (
@@ -12,7 +12,7 @@ from .passes import (
     sparsest,
     sum_runs,
 )
-from .prepared_calls import prepare
+from .prepared.choose import prepare
 
 __all__ = [
     "apply",

@@ -1,244 +1,191 @@
-"""Sizes and launches of the kernels, worked out once for each kind of call."""
+"""Sizes and launches of the closed family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+from ..statistics.affine import NO_MAP, ONE_MAP, SMALL_TABLE, TABLE
+from .kernels import batch_norm as batch_norm_kernels
+from .kernels import closed_family as closed_family_kernels
+from .launch_plans import LaunchPlan, LaunchPlans, fits_one_launch, launches_of
+from .shapes import Shape
+from .single_passes import passes_of_x
+from .tiles import BLOCK, JOINED, PASSES, ceil, power, tiles
 
-from ..engine.backends import one_launch
-from .kernels import batch_norm as batch_kernels
-from .kernels import closed_family as whole_kernels
-from .launch import DIRECT, Launch, pass_alone
-from .shapes import BLOCK, JOINED, PASSES, Shape, Tiles, ceil, power, tiles
-
-__all__ = ["WHOLE", "Kind", "PassesOfX", "Prepared", "Static", "launches_of", "passes_of_x", "prepare"]
+__all__ = ["ClosedFamilyConfig", "ClosedFamilyPlan", "plans_for"]
 
 
-# What the kernels of batch norm take of a call: no segments, labels and mixtures.
+# The tensors and numbers of a call that the kernels of batch norm take: no segments, labels and mixtures.
 _FORWARD = ((*range(9), *range(13, 17)), (0, 1, 7))
 _BACKWARD = ((*range(12), *range(16, 20), 22), (0, 1))
 
-_CHANNELS = 8  # a program of batch norm's coefficients
-_COLUMNS = 16  # channels, or statistics of the batch, a program; more need registers that programs then lack
-# Samples a program looks at together. Where a launch runs one pass it has registers for more, but for those that sum
-# what mixtures learn.
+_CHANNELS = 8  # channels a program, in batch norm's coefficients
+_COLUMNS = 16  # channels, or statistics of the batch, a program; with more, programs run out of registers
+# Samples that a program looks at together. A launch of one pass has registers for the larger number, except where it
+# also sums the gradients of mixture weights.
 _SAMPLES, _MANY = 32, 128
-# Elements of x up to which one launch does everything. The time of larger inputs is the device's, and as many programs
-# as each pass likes serve it better.
-WHOLE = 1 << 24
 
 
-class Kind(NamedTuple):
-    """What the kernels of a call are compiled for and sized by."""
+class ClosedFamilyConfig(NamedTuple):
+    """What the kernels of the closed family are compiled for and sized by."""
 
     shape: Shape
-    own: bool  # the instance pool takes part
+    instance: bool  # the instance pool takes part
     sample_groups: int  # 0: no pool within samples
     batch_groups: int  # 0: no pool over the batch
-    live: bool  # the pool over the batch takes the batch's statistics
-    segments: int
+    live: bool  # the pool over the batch takes the statistics of this batch
+    segments: int  # parts of the batch with statistics of their own
     mixed: bool  # samples are of different segments
-    order: tuple[int, int, int]
+    order: tuple[int, int, int]  # positions of instance, sample and batch pool among the logits
     logits: int  # 1: no mixture
     renorm: bool
     update: bool  # running statistics move
-    shared: bool
-    second: int  # whose the second affine map is, see pool_kernels
+    shared: bool  # there is a first affine map
+    second: int  # the second affine map: one of normlab.statistics.affine.NO_MAP, ...
     act: int
     residual: bool
-    table: int = 0  # rows of the table, where `second` is 4
-    ghost: int = (
-        0  # samples of each segment, where these follow each other and have running statistics in common
-    )
+    table: int = 0  # rows of the table, for SMALL_TABLE
+    ghost: int = 0  # samples a segment, where segments are ghost batches with shared running statistics
 
 
-class Static:
-    """Sizes and launches of a kind of call."""
+class _Programs(NamedTuple):
+    """How many programs work on each part of what lies between the passes."""
 
-    # The same for the compiled host path, once Python has run it; False where that cannot be.
-    plan: Any = None
+    sample: int  # the pool within samples
+    batch: int  # the pool over the batch
+    batch_backward: int
+    affine: int  # affine maps and mixture weights
+    table: int  # rows of a table of affine maps
 
-    def __init__(self, kind: Kind) -> None:
-        shape = kind.shape
-        n, c, rows, width = shape.n, shape.c, shape.rows, shape.width
-        self.kind, self.shape = kind, shape
-        has_sample, has_batch = kind.sample_groups > 0, kind.batch_groups > 0
-        self.live = has_batch and kind.live
-        self.reads = kind.own or has_sample or self.live
-        sample_groups, batch_groups = max(kind.sample_groups, 1), max(kind.batch_groups, 1)
-        self.sample_cells = n * sample_groups if has_sample else 0
-        self.batch_cells = kind.segments * batch_groups if has_batch else 0
-        wide = self.live and batch_groups != width
-        longest = max([width // sample_groups] * has_sample + [width // batch_groups] * wide, default=512)
-        long = min(128 if wide else 512, max(power(longest), 16))
-        sample_programs, batch_programs = self.sample_cells, 0
-        if has_batch:
-            blocks = self.batch_cells if wide else kind.segments * ceil(width, _COLUMNS)
-            batch_programs = blocks if self.live else ceil(self.batch_cells, long)
-        back_programs = batch_programs if self.live else 0
-        affine_programs = ceil(c, _COLUMNS) if kind.shared or kind.second or kind.logits > 1 else 0
-        table_rows = {2: n, 4: kind.table}.get(kind.second, 0)
-        table_programs = table_rows * ceil(c, _COLUMNS)
+
+class ClosedFamilyPlan(LaunchPlan):
+    def __init__(self, config: ClosedFamilyConfig) -> None:
+        shape = config.shape
+        rows, width = shape.rows, shape.width
+        self.config, self.shape = config, shape
+        has_sample, has_batch = config.sample_groups > 0, config.batch_groups > 0
+        self.live = has_batch and config.live
+        self.reads = config.instance or has_sample or self.live
+        self.sample_cells = shape.n * config.sample_groups
+        self.batch_cells = config.segments * config.batch_groups
+        self.wide = self.live and config.batch_groups != width  # a statistic of the batch covers several rows
+        groups = [config.sample_groups] * has_sample + [config.batch_groups] * self.wide
+        longest = max([width // g for g in groups], default=512)  # rows that a statistic covers
+        self.long = min(128 if self.wide else 512, max(power(longest), 16))
+        programs = self._programs()
         self.forward_floats = (
             (5 if self.reads else 3) * rows + 2 * self.sample_cells + 2 * self.batch_cells
-            + (2 * self.batch_cells if kind.renorm else 0) + kind.segments
+            + (2 * self.batch_cells if config.renorm else 0) + config.segments
         )  # fmt: skip
         self.backward_floats = (
-            6 * rows + 2 * self.sample_cells + 2 * self.batch_cells + 2 * affine_programs * kind.logits
+            6 * rows + 2 * self.sample_cells + 2 * self.batch_cells + 2 * programs.affine * config.logits
         )
+        splits = tiles(shape, "sums").splits
+        self.partial_floats = splits * 2 * rows if splits > 1 else 0
+        self.meet = fits_one_launch(shape)
+        mixed = config.instance or has_sample or config.mixed or config.segments > 1 or config.renorm
+        plain = has_batch and not mixed and config.batch_groups == shape.c == width
+        if plain and config.second in (NO_MAP, ONE_MAP):
+            self._plan_batch_norm()
+        else:
+            self._plan_launches(programs)
+
+    def _programs(self) -> _Programs:
+        config, shape = self.config, self.shape
+        batch = 0
+        if config.batch_groups:
+            blocks = self.batch_cells if self.wide else config.segments * ceil(shape.width, _COLUMNS)
+            batch = blocks if self.live else ceil(self.batch_cells, self.long)
+        by_channels = ceil(shape.c, _COLUMNS)
+        affine = by_channels if config.shared or config.second or config.logits > 1 else 0
+        table_rows = {TABLE: shape.n, SMALL_TABLE: config.table}.get(config.second, 0)
+        return _Programs(
+            self.sample_cells, batch, batch if self.live else 0, affine, table_rows * by_channels
+        )
+
+    def _plan_launches(self, programs: _Programs) -> None:
+        config, shape = self.config, self.shape
+        n, rows = shape.n, shape.rows
         moments, summing, writing = (tiles(shape, name) for name in PASSES)
-        self.parted = summing.splits * 2 * rows if summing.splits > 1 else 0
-        self.meet = DIRECT and one_launch() and rows * shape.s <= WHOLE
-        mixed = kind.own or has_sample or kind.mixed or kind.segments > 1 or kind.renorm
-        if has_batch and not mixed and batch_groups == c == width and kind.second in (0, 1):
-            self._of_channels(moments, summing, writing)
-            return
         sizes = (
-            n, c, width, rows, shape.s, shape.parts, self.sample_cells, sample_groups, self.batch_cells, batch_groups,
-            sample_programs, kind.ghost,
+            n, shape.c, shape.width, rows, shape.s, shape.parts, self.sample_cells, max(config.sample_groups, 1),
+            self.batch_cells, max(config.batch_groups, 1), programs.sample, config.ghost,
         )  # fmt: skip
         splits = (summing.per_split, summing.splits, writing.per_split, writing.splits)
-        most = _SAMPLES if self.meet else min(_MANY, 4096 // long) if wide else _MANY
-        many, fewer = (max(_SAMPLES, min(power(samples), most)) for samples in (n, kind.ghost or n))
-        ends = (_COLUMNS, long, BLOCK)
+        most = _SAMPLES if self.meet else min(_MANY, 4096 // self.long) if self.wide else _MANY
+        many, fewer = (max(_SAMPLES, min(power(samples), most)) for samples in (n, config.ghost or n))
+        blocks = (_COLUMNS, self.long, BLOCK)
         flags = (
-            kind.own, has_sample, has_batch, kind.mixed, kind.ghost > 0, *kind.order, kind.logits, kind.shared,
-            kind.second, kind.renorm, kind.act, kind.residual,
+            config.instance, config.sample_groups > 0, config.batch_groups > 0, config.mixed, config.ghost > 0,
+            *config.order, config.logits, config.shared, config.second, config.renorm, config.act, config.residual,
         )  # fmt: skip
-        single = not shape.last and moments.second >= shape.s
+        whole_rows = not shape.channels_last and moments.second >= shape.s
         forward = (
-            *sizes, batch_programs, *splits, shape.unit, *moments[:2], *writing[:2], single, self.reads, self.live,
-            wide, kind.update, fewer, *ends, *flags,
+            *sizes, programs.batch, *splits, shape.unit, *moments[:2], *writing[:2], whole_rows, self.reads, self.live,
+            self.wide, config.update, fewer, *blocks, *flags,
         )  # fmt: skip
         backward = (
-            *sizes, back_programs, affine_programs, table_programs, *splits, shape.unit, *summing[:2], *writing[:2],
-            self.reads, self.live, wide, many if kind.logits == 1 else _SAMPLES, *ends, power(kind.logits), *flags,
+            *sizes, programs.batch_backward, programs.affine, programs.table, *splits, shape.unit, *summing[:2],
+            *writing[:2], self.reads, self.live, self.wide, many if config.logits == 1 else _SAMPLES, *blocks,
+            power(config.logits), *flags,
         )  # fmt: skip
+        joins = self.partial_floats > 0
         by_rows = ceil(rows, BLOCK)
-        programs = (
-            summing.programs if self.reads else 0, ceil(rows, JOINED) if self.parted and self.reads else 0,
-            sample_programs + batch_programs, by_rows, writing.programs,
+        forward_programs = (
+            summing.programs if self.reads else 0, ceil(rows, JOINED) if joins and self.reads else 0,
+            programs.sample + programs.batch, by_rows, writing.programs,
         )  # fmt: skip
-        back = (
-            summing.programs, ceil(2 * rows, JOINED) if self.parted else 0,
-            sample_programs + back_programs + affine_programs + table_programs, by_rows, writing.programs,
+        backward_programs = (
+            summing.programs, ceil(2 * rows, JOINED) if joins else 0,
+            programs.sample + programs.batch_backward + programs.affine + programs.table, by_rows, writing.programs,
         )  # fmt: skip
-        alone = None if self.meet else passes_of_x(shape, kind.act, kind.residual)
-        ahead = alone and {0: alone.moments, 1: alone.join_moments, 4: alone.apply}
-        after = alone and {0: alone.sums, 1: alone.join_sums, 4: alone.gradient}
-        self.forward = launches_of(whole_kernels.forward, programs, forward, self, alone=ahead)
-        kernel = whole_kernels.backward
-        self.backward = launches_of(kernel, back, backward, self, alone=after)
-        # Nothing but dx is wanted, and no statistic depends on x: no sums are needed. And where dx is not wanted.
-        self.backward_of_x = launches_of(kernel, (0, 0, 0, *back[3:]), backward, self, alone=after)
-        self.backward_of_parameters = launches_of(kernel, (*back[:4], 0), backward, self, alone=after)
+        single = None if self.meet else passes_of_x(shape, config.act, config.residual)
+        ahead = single and {0: single.moments, 1: single.join_moments, 4: single.apply}
+        after = single and {0: single.sums, 1: single.join_sums, 4: single.gradient}
+        self.forward = launches_of(
+            closed_family_kernels.forward, forward_programs, forward, self, single=ahead
+        )
+        # Where only dx is wanted and no statistic depends on x, no sums are needed.
+        self.backward, self.backward_of_x, self.backward_of_parameters = (
+            launches_of(closed_family_kernels.backward, wanted, backward, self, single=after)
+            for wanted in (
+                backward_programs,
+                (0, 0, 0, *backward_programs[3:]),
+                (*backward_programs[:4], 0),
+            )
+        )
 
-    def _of_channels(self, moments: Tiles, summing: Tiles, writing: Tiles) -> None:
-        """Launches where the pool over the batch is a channel and alone: one set of coefficients for all samples."""
-        kind, shape = self.kind, self.shape
-        seen = shape.n * summing.splits  # rows, or their splits, of a channel
-        blocks = (min(power(seen), 2048 // _CHANNELS), _CHANNELS)
+    def _plan_batch_norm(self) -> None:
+        """Launches where batch norm's is the only pool: all samples share one set of coefficients."""
+        config, shape = self.config, self.shape
+        moments, summing, writing = (tiles(shape, name) for name in PASSES)
+        in_channel = shape.n * summing.splits  # rows, or their splits, of a channel
+        blocks = (min(power(in_channel), 2048 // _CHANNELS), _CHANNELS)
         sizes = (
             shape.n, shape.c, shape.rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits,
             shape.unit,
         )  # fmt: skip
-        single = not shape.last and moments.second >= shape.s
-        ends = (kind.shared, kind.second, kind.act, kind.residual)
-        forward = (*sizes, *moments[:2], *writing[:2], single, *blocks, self.live, kind.update, *ends)
-        backward = (*sizes, *summing[:2], *writing[:2], *blocks, self.live, *ends)
+        whole_rows = not shape.channels_last and moments.second >= shape.s
+        flags = (config.shared, config.second, config.act, config.residual)
+        forward = (*sizes, *moments[:2], *writing[:2], whole_rows, *blocks, self.live, config.update, *flags)
+        backward = (*sizes, *summing[:2], *writing[:2], *blocks, self.live, *flags)
         middle = ceil(shape.c, _CHANNELS)
-        alone = None if self.meet else passes_of_x(shape, kind.act, kind.residual, True)
-        ahead = alone and {0: alone.moments, 2: alone.apply}
-        after = alone and {0: alone.sums, 3: alone.gradient}
+        single = None if self.meet else passes_of_x(shape, config.act, config.residual, True)
+        ahead = single and {0: single.moments, 2: single.apply}
+        after = single and {0: single.sums, 3: single.gradient}
         programs = (summing.programs if self.live else 0, middle, writing.programs)
-        self.forward = launches_of(batch_kernels.forward, programs, forward, self, _FORWARD, ahead)
-        kernel = batch_kernels.backward
-        found = [
-            launches_of(kernel, wanted, backward, self, _BACKWARD, after)
-            for wanted in (
+        self.forward = launches_of(batch_norm_kernels.forward, programs, forward, self, _FORWARD, ahead)
+        self.backward, self.backward_of_x, self.backward_of_parameters = (
+            launches_of(batch_norm_kernels.backward, programs, backward, self, _BACKWARD, after)
+            for programs in (
                 (summing.programs, middle, 0, writing.programs),
                 (0, 0, middle, writing.programs),
                 (summing.programs, middle, 0, 0),
             )
-        ]
-        self.backward, self.backward_of_x, self.backward_of_parameters = found
-
-
-class PassesOfX(NamedTuple):
-    """The passes over ``x`` as launches of their own.
-
-    They are the same for every rule, so that a model whose layers differ compiles them once. What they take is numbered
-    as :mod:`normlab.fused` hands it over.
-    """
-
-    moments: Launch
-    join_moments: Launch
-    apply: Launch
-    sums: Launch
-    join_sums: Launch
-    gradient: Launch
-
-
-def passes_of_x(shape: Shape, act: int, residual: bool, channel: bool = False) -> PassesOfX:
-    """With ``channel``, coefficients are those of channels."""
-    of_moments, of_sums = ((0, 3, 4), ()), ((0, 1, 3, 4, 6, 5, 7), (1,))
-    of_gradient = ((0, 1, 4, 2, 5, 6), (1,))
-    stats, coefficients = 3 * shape.rows, 2 * shape.rows  # where they begin in `work` and `back`
-    after = (shape, act, residual, channel)
-    return PassesOfX(
-        pass_alone("moments", shape, at=stats, takes=of_moments),
-        pass_alone("moments", shape, join=True, at=stats, takes=of_moments),
-        pass_alone("apply", *after, takes=((0, 1, 2, 3), (7,))),
-        pass_alone("sums", *after, takes=of_sums),
-        pass_alone("sums", *after, join=True, takes=of_sums),
-        pass_alone("gradient", *after, at=coefficients, takes=of_gradient),
-    )
-
-
-def launches_of(
-    kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...], static: Any, takes: Any = None,
-    alone: dict[int, Launch] | None = None,
-) -> list[Launch]:  # fmt: skip
-    """One launch that meets between passes, or one for each pass; a pass without programs is left out.
-
-    ``alone`` has launches that serve instead of the kernel's passes of their numbers.
-    """
-    wanted = [k for k, p in enumerate(programs) if p]
-    device = static.shape.device
-    if static.meet:
-        first, stop = wanted[0], wanted[-1] + 1
-        return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, True, takes)]
-    return [
-        found
-        if alone is not None and (found := alone.get(k)) is not None
-        else Launch(kernel, programs[k], (*fixed, k, k + 1, False), device, False, takes)
-        for k in wanted
-    ]
-
-
-class Prepared:
-    """A kind of call, and its sizes and launches for the types and places of what it is given.
-
-    A kernel is compiled for the types it is given, and for each address that is a multiple of 16 or not.
-    """
-
-    __slots__ = ("_make", "_statics", "kind")
-
-    def __init__(self, kind: Any, make: Callable[[Any], Any] = Static) -> None:
-        self.kind, self._make = kind, make
-        self._statics: dict[Any, Static] = {}
-
-    def static(self, types: tuple[torch.dtype, ...], places: Sequence[int]) -> Static:
-        key = (types, tuple([p & 15 == 0 for p in places]), one_launch())
-        found = self._statics.get(key)
-        if found is None:
-            found = self._statics[key] = self._make(self.kind)
-        return found
+        )
 
 
 @lru_cache(maxsize=4096)
-def prepare(kind: Kind) -> Prepared:
-    return Prepared(kind)
+def plans_for(config: ClosedFamilyConfig) -> LaunchPlans:
+    return LaunchPlans(config, ClosedFamilyPlan)

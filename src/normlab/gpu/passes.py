@@ -16,11 +16,11 @@ from ..engine.cache import remembered
 from ..engine.coefficients import Gradients, compose, like_affine
 from ..statistics import plans as plans_of_pools
 from ..statistics.plans import Pooled
-from .kernels import around_rule as row_kernels
-from .kernels import sparsestmax as sparse_kernels
-from .kernels import uneven_rows as cut_kernels
-from .launch import Launch, addresses, on_device, pass_alone
-from .shapes import BLOCK, Shape, ceil, dense, like, power, shape_of, tiles
+from .kernels import around_rule, sparsestmax, uneven_rows
+from .launch import Launch, addresses, on_device
+from .shapes import Shape, dense, in_layout_of, shape_of
+from .single_passes import pass_launch
+from .tiles import BLOCK, ceil, power, tiles
 
 if TYPE_CHECKING:
     from ..engine.contract import Coefficients
@@ -39,31 +39,31 @@ __all__ = [
     "sparsest",
     "strides",
     "sum_runs",
-    "sums",
     "too_large",
     "too_many",
 ]
 
 
-_MANY_ROWS = 1 << 28  # beyond which 32 bits do not count what there is of each
-_TALL = 1024  # samples, beyond which sums over them are torch's, which takes more programs
-_LONG = 1 << 15  # likewise rows of a pool
+_MANY_ROWS = 1 << 28  # from here on, 32 bits do not count everything that is kept of each row
+# Beyond these, sums are torch's, which run more programs: samples of a sum over samples, and rows of a pool.
+_TALL = 1024
+_LONG = 1 << 15
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def _pass_launch(
     name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], join: bool = False
 ) -> Launch:
-    return pass_alone(name, shape, join=join)
+    return pass_launch(name, shape, join=join)
 
 
-def _run(name: str, shape: Shape, *given: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
-    pointers = addresses(given)
-    types, aligned = tuple([t.dtype for t in given]), tuple([p % 16 == 0 for p in pointers])
+def _run_pass(name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
+    pointers = addresses(tensors)
+    types, aligned = tuple([t.dtype for t in tensors]), tuple([p % 16 == 0 for p in pointers])
     with on_device(shape.device):
-        _launch(name, shape, types, aligned)(given, pointers, numbers)
+        _pass_launch(name, shape, types, aligned)(tensors, pointers, numbers)
         if name in ("moments", "sums") and tiles(shape, "sums").splits > 1:
-            _launch(name, shape, types, aligned, True)(given, pointers, numbers)
+            _pass_launch(name, shape, types, aligned, True)(tensors, pointers, numbers)
 
 
 @lru_cache(maxsize=4096)
@@ -76,61 +76,63 @@ def _launch_on_rows(
     aligned: tuple[bool, ...],
     warps: int,
 ) -> Launch:
-    kernel = next(getattr(m, name) for m in (row_kernels, cut_kernels, sparse_kernels) if hasattr(m, name))
+    modules = (around_rule, uneven_rows, sparsestmax)
+    kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
     return Launch(kernel, grid, fixed, device, warps=warps)
 
 
 def _run_on_rows(
-    name: str, grid: int, fixed: tuple[Any, ...], *given: Tensor | None, numbers: tuple[float, ...] = (), warps: int = 4
+    name: str, grid: int, fixed: tuple[Any, ...], *tensors: Tensor | None, numbers: tuple[float, ...] = (),
+    warps: int = 4,
 ) -> None:  # fmt: skip
-    first = given[0]
+    first = tensors[0]
     assert first is not None
-    device, pointers = first.device.index if first.is_cuda else -1, addresses(given)
+    device, pointers = first.device.index if first.is_cuda else -1, addresses(tensors)
     types, aligned = (
-        tuple([t if t is None else t.dtype for t in given]),
+        tuple([t if t is None else t.dtype for t in tensors]),
         tuple([p % 16 == 0 for p in pointers]),
     )
     with on_device(device):
-        _launch_on_rows(name, grid, fixed, device, types, aligned, warps)(given, pointers, numbers)
+        _launch_on_rows(name, grid, fixed, device, types, aligned, warps)(tensors, pointers, numbers)
 
 
 def _floats(x: Tensor, *size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=x.device)
 
 
-def _parted(x: Tensor, shape: Shape) -> Tensor:
-    """Room for what is summed of the splits of rows."""
+def _partials(x: Tensor, shape: Shape) -> Tensor:
+    """Room for the sums of the splits of rows."""
     splits = tiles(shape, "sums").splits
     return _floats(x, splits * 2 * shape.rows if splits > 1 else 1)
 
 
-def _run_on_cuts(name: str, x: Tensor, rows: Rows, *given: Tensor) -> None:
-    """A pass over rows that are cut anywhere, of what is contiguous."""
-    n, r, whole = x.shape[0], rows.number, rows.cuts[-1]
+def _run_on_uneven_rows(name: str, x: Tensor, rows: Rows, *tensors: Tensor) -> None:
+    """A pass over rows that differ in length. The tensors are contiguous."""
+    n, r, sample = x.shape[0], rows.number, rows.cuts[-1]
     block = min(power(max(rows.lengths)), 1024)
-    ends, fixed = rows.ends(x.device), (r, whole, n * r, block)
-    _run_on_rows(name, n * r, fixed, *given, ends, warps=1 if block <= 128 else 4)
+    ends, fixed = rows.ends(x.device), (r, sample, n * r, block)
+    _run_on_rows(name, n * r, fixed, *tensors, ends, warps=1 if block <= 128 else 4)
 
 
 def moments(x: Tensor, rows: Rows) -> Tensor:
     if rows.cuts:
         stats = _floats(x, 2, x.shape[0], rows.number)
-        _run_on_cuts("cut_moments", x, rows, x.contiguous(), stats)
+        _run_on_uneven_rows("uneven_moments", x, rows, x.contiguous(), stats)
         return stats
-    x, last = dense(x)
-    shape = shape_of(x, rows, last)
+    x, channels_last = dense(x)
+    shape = shape_of(x, rows, channels_last)
     stats = _floats(x, 2, shape.n, shape.width)
-    _run("moments", shape, x, stats, _parted(x, shape), numbers=())
+    _run_pass("moments", shape, x, stats, _partials(x, shape), numbers=())
     return stats
 
 
-def _stacked(x: Tensor, rows: Rows, *given: Tensor | None) -> Tensor:
-    """Coefficients that broadcast against ``[N, R]`` as one tensor; what is None is zero."""
+def _stacked(x: Tensor, rows: Rows, *coefficients: Tensor | None) -> Tensor:
+    """Coefficients that broadcast against ``[N, R]`` as one tensor. None stands for zero."""
     shape = (x.shape[0], rows.number)
-    if len(given) == 1 and given[0] is not None:
-        return given[0].float().expand(shape).contiguous()
-    zero = None if all(t is not None for t in given) else _floats(x, 1).zero_()
-    return torch.stack([(zero if t is None else t.float()).expand(shape) for t in given])  # type: ignore[union-attr]
+    if len(coefficients) == 1 and coefficients[0] is not None:
+        return coefficients[0].float().expand(shape).contiguous()
+    zero = None if all(t is not None for t in coefficients) else _floats(x, 1).zero_()
+    return torch.stack([(zero if t is None else t.float()).expand(shape) for t in coefficients])  # type: ignore[union-attr]
 
 
 def apply(
@@ -138,11 +140,11 @@ def apply(
 ) -> Tensor:
     if rows.cuts:
         composed = compose(standard, rows, prod(x.shape[2:]), weight, bias)
-        given = x.contiguous()
-        y = torch.empty_like(given)
-        _run_on_cuts("cut_apply", x, rows, given, y, _stacked(x, rows, *composed))
-        return like(y, x, True)
-    x, last = dense(x)
+        flat = x.contiguous()
+        y = torch.empty_like(flat)
+        _run_on_uneven_rows("uneven_apply", x, rows, flat, y, _stacked(x, rows, *composed))
+        return in_layout_of(y, x, True)
+    x, channels_last = dense(x)
     n, r = x.shape[0], rows.number
     if n * r >= _MANY_ROWS:
         coefficients = _stacked(x, rows, *compose(standard, rows, prod(x.shape[2:]), weight, bias))
@@ -152,19 +154,19 @@ def apply(
             n, r, *[k for t in standard for k in strides(t)], *strides(weight), *strides(bias), 0, rows.parts,
             standard.shift is not None, weight is not None, bias is not None, False, BLOCK,
         )  # fmt: skip
-        given = (*standard, weight, bias, coefficients, *[None] * 5)
-        _run_on_rows("compose", ceil(n * r, BLOCK), fixed, *given, numbers=(0.0, 0.0))
+        tensors = (*standard, weight, bias, coefficients, *[None] * 5)
+        _run_on_rows("compose", ceil(n * r, BLOCK), fixed, *tensors, numbers=(0.0, 0.0))
     y = torch.empty_like(x)
-    _run("apply", shape_of(x, rows, last), x, y, x, coefficients)
+    _run_pass("apply", shape_of(x, rows, channels_last), x, y, x, coefficients)
     return y
 
 
 def strides(t: Tensor | None) -> tuple[int, int]:
-    """Of what broadcasts against ``[N, R]``, zero where it does."""
+    """The strides of a tensor that broadcasts against ``[N, R]``: zero along an axis that it broadcasts over."""
     if t is None:
         return 0, 0
-    each = [0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)]
-    return (0, each[0]) if len(each) == 1 else (each[0], each[1])
+    found = [0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)]
+    return (0, found[0]) if len(found) == 1 else (found[0], found[1])
 
 
 def gradients(
@@ -178,18 +180,19 @@ def gradients(
 ) -> Gradients:
     n, r, spatial = x.shape[0], rows.number, prod(x.shape[2:])
     center, scale, shift = standard
-    total = sums(dy, x, rows, center)
+    total = _row_sums(dy, x, rows, center)
     if n * r >= _MANY_ROWS or rows.cuts:
         return on_rows.through_affine(total[0], total[1], rows, spatial, standard, weight, bias, wanted)
-    each = n > _TALL or any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
-    per = 64 if each else n
-    out, columns = _floats(x, 4, n, r), _floats(x, 2, *([n, r] if each else [r]))
+    per_sample = n > _TALL or any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
+    at_once = 64 if per_sample else n
+    out, columns = _floats(x, 4, n, r), _floats(x, 2, *([n, r] if per_sample else [r]))
+    wanted_of_rows = around_rule.OF_EACH_ROW.value
     fixed = (
-        0, 0, n, r, per, *strides(scale), *strides(shift), *strides(weight), rows.parts, shift is not None,
-        weight is not None, each, 1, 1, 1, True, min(power(n), 64), 16,
+        0, 0, n, r, at_once, *strides(scale), *strides(shift), *strides(weight), rows.parts, shift is not None,
+        weight is not None, per_sample, *[wanted_of_rows] * 3, True, min(power(n), 64), 16,
     )  # fmt: skip
-    given = (total, scale, shift, weight, out[3], None, *out[:3], *columns)
-    _run_on_rows("through_affine", ceil(r, 16) * ceil(n, per), fixed, *given)
+    tensors = (total, scale, shift, weight, out[3], None, *out[:3], *columns)
+    _run_on_rows("through_affine", ceil(r, 16) * ceil(n, at_once), fixed, *tensors)
     found = [
         None if t is None or not w else like_affine(rows.to_channels(column, spatial), t)
         for t, w, column in zip((weight, bias), wanted, columns, strict=True)
@@ -211,17 +214,17 @@ def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
 
 
 def too_large(n: int, r: int, groups: int, batch: bool) -> bool:
-    """Whether a pool is one for torch's sums, which take more programs."""
+    """Whether the sums of a pool are torch's, which run more programs."""
     return n * r > _LONG * (groups if batch else n * groups) or too_many(n if batch else 1, n * r)
 
 
 def too_many(samples: int, rows: int) -> bool:
-    """Whether sums over the samples are torch's likewise, or 32 bits do not count the rows."""
+    """Whether sums over the samples are torch's, or 32 bits do not count the rows."""
     return samples > _TALL or rows >= _MANY_ROWS
 
 
 def pool_launch(n: int, r: int, groups: int, batch: bool) -> tuple[str, int, tuple[Any, ...]]:
-    """The kernel of a pool on ``[N, R]``, its programs, and its arguments but for where the moments begin."""
+    """The kernel of a pool on ``[N, R]``, its programs, and its arguments after the place where the moments begin."""
     width = r // groups
     if batch and width == 1:
         return "pool_columns", ceil(r, 16), (n, r, min(power(n), 128), 16)
@@ -231,7 +234,9 @@ def pool_launch(n: int, r: int, groups: int, batch: bool) -> tuple[str, int, tup
 
 
 def sum_runs(t: Tensor, counts: tuple[int, ...], batch: bool) -> Tensor | None:
-    """Sums over runs of ``counts`` rows of ``[N, R]``: of each sample, ``[N, G]``, or of all of them, ``[1, G]``.
+    """Sums over runs of rows: ``[N, R]`` to ``[N, G]``, or over the ``batch`` as well, to ``[1, G]``.
+
+    ``counts`` has the rows of each run.
 
     None where ``t`` needs a gradient, or has more rows than 32 bits count.
     """
@@ -241,13 +246,13 @@ def sum_runs(t: Tensor, counts: tuple[int, ...], batch: bool) -> Tensor | None:
     samples = min(power(n), 32) if batch else 1
     out = _floats(t, 1 if batch else n, groups)
     fixed = (n, r, groups, batch, samples, min(power(max(counts)), 1024 // samples))
-    _run_on_rows("cut_total", out.numel(), fixed, t, out, firsts(counts, t.device))
+    _run_on_rows("uneven_total", out.numel(), fixed, t, out, firsts(counts, t.device))
     return out
 
 
 @remembered
 def firsts(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where runs begin, and where the last one ends."""
+    """The row at which each run begins, and the row at which the last one ends."""
     return torch.tensor((0, *accumulate(counts)), dtype=torch.int32, device=device)
 
 
@@ -257,42 +262,43 @@ def back_through_pools(
     pooled: Sequence[Pooled],
     stats: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """From gradients at the statistics of pools to offset and slope of ``dx`` for every row."""
+    """From the gradients at the statistics of pools to the offset and the slope of ``dx`` for every row."""
     n, r = stats.shape[1:]
     simple = stats.numel() and n * r < _MANY_ROWS and all(plan.simple for plan in plans)
     if not simple or all(g is None for pair in gradients for g in pair):
         return plans_of_pools.back_through_pools(plans, gradients, pooled, stats)
-    out, more = torch.empty((3, n, r), dtype=torch.float32, device=stats.device), False
+    out, add = torch.empty((3, n, r), dtype=torch.float32, device=stats.device), False
     for plan, (d_mean, d_var), seen in zip(plans, gradients, pooled, strict=True):
         if d_mean is None and d_var is None:
             continue
         assert not isinstance(seen.count, Tensor)
         fixed = (
             0, 0, n, r, plan.groups, 0 if plan.pool.over_batch else plan.groups, *strides(d_mean), *strides(d_var),
-            d_mean is not None, d_var is not None, plan.trivial, more, False, BLOCK,
+            d_mean is not None, d_var is not None, plan.trivial, add, False, BLOCK,
         )  # fmt: skip
-        given = (stats, out, seen.mean, d_mean, d_var)
-        _run_on_rows("back", ceil(n * r, BLOCK), fixed, *given, numbers=(float(max(seen.count, 1)),))
-        more = True
+        tensors = (stats, out, seen.mean, d_mean, d_var)
+        _run_on_rows("back", ceil(n * r, BLOCK), fixed, *tensors, numbers=(float(max(seen.count, 1)),))
+        add = True
     return out[2], out[0]
 
 
 def move_running(
     mean: Tensor, var: Tensor, batches: Tensor, seen: Pooled, momentum: float | None, total: bool, last: bool
 ) -> None:
-    """Move running statistics ``[G]``, float32, and count the batch with the ``last`` of them."""
+    """Move running statistics ``[G]``, float32. With ``last`` also count the batch."""
     segments, groups = seen.mean.shape
-    each = isinstance(seen.count, Tensor)
-    places = strides(seen.count) if isinstance(seen.count, Tensor) else (0, 0)
-    fixed = (segments, groups, *places, each, momentum is None, total, last, min(power(groups), 1024))
-    seen_mean, seen_var = seen.mean.contiguous(), seen.var.contiguous()
-    given = (seen_mean, seen_var, seen.count if each else None, mean, var, batches)
-    numbers = (0.0 if momentum is None else float(momentum), 1.0 if each else float(seen.count))
-    _run_on_rows("move", 1, fixed, *given, numbers=numbers)  # type: ignore[arg-type]
+    counts, count = (seen.count, 1.0) if isinstance(seen.count, Tensor) else (None, float(seen.count))
+    fixed = (
+        segments, groups, *strides(counts), counts is not None, momentum is None, total, last,
+        min(power(groups), 1024),
+    )  # fmt: skip
+    tensors = (seen.mean.contiguous(), seen.var.contiguous(), counts, mean, var, batches)
+    numbers = (0.0 if momentum is None else float(momentum), count)
+    _run_on_rows("move", 1, fixed, *tensors, numbers=numbers)
 
 
 def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
-    """SparsestMax along the last axis, or its logarithm, and the derivative, ``[..., K, K]``."""
+    """SparsestMax along the last axis, or its logarithm, and its derivative, ``[..., K, K]``."""
     point, k = point.contiguous(), point.shape[-1]
     out, slopes, points = torch.empty_like(point), point.new_empty((*point.shape, k)), point.numel() // k
     together = 4 if k <= 4 else 1
@@ -301,17 +307,18 @@ def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
     return out, slopes
 
 
-def sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
+def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
+    """The sums of ``dy`` and of ``dy * (x - center)``, ``[2, N, R]``."""
     if rows.cuts:
         out = _floats(x, 2, x.shape[0], rows.number)
-        given = (dy.contiguous(), x.contiguous(), out, _stacked(x, rows, center))
-        _run_on_cuts("cut_sums", x, rows, *given)
+        tensors = (dy.contiguous(), x.contiguous(), out, _stacked(x, rows, center))
+        _run_on_uneven_rows("uneven_sums", x, rows, *tensors)
         return out
-    x, last = dense(x)
-    dy = like(dy, x, last)
-    shape = shape_of(x, rows, last)
+    x, channels_last = dense(x)
+    dy = in_layout_of(dy, x, channels_last)
+    shape = shape_of(x, rows, channels_last)
     out = _floats(x, 2, shape.n, shape.width)
-    _run("sums", shape, dy, x, x, x, out, _stacked(x, rows, center), _parted(x, shape))
+    _run_pass("sums", shape, dy, x, x, x, out, _stacked(x, rows, center), _partials(x, shape))
     return out
 
 
@@ -326,16 +333,15 @@ def input_gradient(
 ) -> Tensor:
     about = None if slope is None else mean
     if rows.cuts:
-        given = x.contiguous()
-        dx = torch.empty_like(given)
-        beside = given if dy is None else dy.contiguous()
-        _run_on_cuts(
-            "cut_gradient", x, rows, beside, given, dx, _stacked(x, rows, scale, slope, about, offset)
-        )
-        return like(dx, x, True)
-    x, last = dense(x)
-    dy = x if dy is None else like(dy, x, last)  # with no scale it counts for nothing
+        flat = x.contiguous()
+        dx = torch.empty_like(flat)
+        dy = flat if dy is None else dy.contiguous()  # without dy there is no scale, and any values do
+        coefficients = _stacked(x, rows, scale, slope, about, offset)
+        _run_on_uneven_rows("uneven_gradient", x, rows, dy, flat, dx, coefficients)
+        return in_layout_of(dx, x, True)
+    x, channels_last = dense(x)
+    dy = x if dy is None else in_layout_of(dy, x, channels_last)  # likewise
     dx = torch.empty_like(x)
     coefficients = _stacked(x, rows, scale, slope, about, offset)
-    _run("gradient", shape_of(x, rows, last), dy, x, x, dx, coefficients, coefficients)
+    _run_pass("gradient", shape_of(x, rows, channels_last), dy, x, x, dx, coefficients, coefficients)
     return dx

@@ -200,6 +200,9 @@ class KalmanNorm(Norm):
             )
         return self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ())
 
+    def _update_in_kernel(self, segments: Any) -> None:
+        """No kernel moves the running statistics on its way: the posterior is what :meth:`_observe` is told."""
+
     def _observe(self, seen: Any, segments: Any, x: Tensor) -> None:
         pooled = seen[0]
         self.posterior = tuple(t.detach().mean(0).to(x.dtype) for t in (pooled.mean, pooled.var))  # type: ignore[assignment]

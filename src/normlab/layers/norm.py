@@ -426,7 +426,7 @@ class Norm(nn.Module):
         y = ready(self, x, affine, residual, each, extra)
         if again:
             return y
-        if ready.update and ready.cut:
+        if ready.update and ready.tracks_run_shape:
             set_run_shape(self, tuple(x.shape[2:]))
         if each is None and (quick := ready.quick(self, x, affine, residual)) is not None:
             self._known_calls[self._call_key(x, place, residual)] = quick

@@ -170,6 +170,11 @@ def select_branch(tables: Mapping[str, Tensor], branches: Sequence[str], index: 
     return take(torch.stack([tables[b] for b in branches]), index)
 
 
+# The second map of an `Affine`: none; one for the batch; a row of a table for each sample; one for each sample; a row
+# of a table so small that its gradients are summed row by row. The kernels know these numbers.
+NO_MAP, ONE_MAP, TABLE, PER_SAMPLE, SMALL_TABLE = range(5)
+
+
 class Affine(NamedTuple):
     """Two affine maps, one after the other, either of which may be missing."""
 
@@ -183,10 +188,10 @@ class Affine(NamedTuple):
     @property
     def second(self) -> int:
         if self.weight2 is None:
-            return 0
+            return NO_MAP
         if self.label is not None:
-            return 4 if self.few else 2
-        return 1 if self.weight2.numel() == self.weight2.shape[-1] else 3
+            return SMALL_TABLE if self.few else TABLE
+        return ONE_MAP if self.weight2.numel() == self.weight2.shape[-1] else PER_SAMPLE
 
     def composed(self) -> tuple[Tensor | None, Tensor | None]:
         """One weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``."""

@@ -66,6 +66,7 @@ class Statistics:
         False  # whether the rule reads running statistics while the batch's normalize
     )
     synchronizes: ClassVar[bool] = True  # whether processes may share the statistics of a batch
+    weighs_pools: ClassVar[bool] = False  # whether ``logits`` weight the pools
     per_position: ClassVar[bool] = (
         False  # whether coefficients vary over space: then there are no pools and no rule
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Mixture(Statistics):
     groups: int = 1
     weighting: str = "softmax"
     average: str = "moving"
+    weighs_pools: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.members:

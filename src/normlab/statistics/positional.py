@@ -2,7 +2,7 @@
 
 Outside the engine's contract, because its coefficients vary over space; the affine map is the engine's. Only ``x`` is
 saved for backward: the statistics, one pair a position, are computed again. Here by torch's operators; kernels are in
-:mod:`normlab.gpu.positional_norm`.
+:mod:`normlab.gpu.kernels.positional_norm`.
 """
 
 from __future__ import annotations

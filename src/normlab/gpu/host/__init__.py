@@ -1,1 +1,1 @@
-"""What launches kernels without Python: a C++ extension, built on first use."""
+"""A C++ extension that launches kernels without Python. It is built on first use."""

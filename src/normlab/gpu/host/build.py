@@ -1,9 +1,9 @@
-"""Compile ``host.cpp`` once, whoever asks first. Run as a script, in a process of its own that imports no torch.
+"""Compile ``host.cpp`` once, even if several processes ask. Run it as a script: it imports no torch.
 
-    python host_build.py FOLDER wait|background COMMAND...
+    python build.py FOLDER wait|background COMMAND...
 
-``COMMAND`` writes the file that it is given after ``-o``, which this appends. The folder then has ``normlab_host.so``,
-whole from the moment it appears, or ``failed.txt`` with what the compiler said.
+The script appends ``-o`` and a file to ``COMMAND``, and runs it. The folder then has ``normlab_host.so``, complete from
+the moment it appears, or ``failed.txt`` with what the compiler said.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ LIBRARY, FAILED = "normlab_host.so", "failed.txt"
 
 
 def build(folder: Path, wait: bool, command: list[str]) -> int:
-    import fcntl  # there is one on every system that Triton has CUDA kernels for
+    import fcntl  # it exists on every system for which Triton has CUDA kernels
 
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:  # another process is at it
+        except BlockingIOError:  # another process is building
             return 0
         if (folder / LIBRARY).exists() or (not wait and (folder / FAILED).exists()):
             return 0

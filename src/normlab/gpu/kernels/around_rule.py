@@ -1,13 +1,24 @@
-"""What surrounds a rule that autograd differentiates, on ``[N, R]`` in Triton: pools, the affine map, and both back.
+"""What surrounds a rule that autograd records, on ``[N, R]`` in Triton: pools and affine map, forward and backward.
 
-A coefficient broadcasts against ``[N, R]``: it comes with two strides, zero where it does. R is ``C * PARTS``. Capitals
-are constexpr, but for the sizes N, R and C. Nothing uses atomics.
+A coefficient broadcasts against ``[N, R]``: it comes with two strides, zero along an axis that it broadcasts over. R is
+``C * PARTS``. Capitals are constexpr, except the sizes N, R, C and G. Nothing uses atomics.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+__all__ = ["NOT_WANTED", "OF_EACH_ROW", "OVER_ALL", "OVER_ROWS", "OVER_SAMPLES"]
+
+
+# How the gradient at a coefficient is wanted: not at all, of each row, or summed: over the samples, over the rows of
+# each sample, or over both.
+NOT_WANTED = tl.constexpr(0)
+OF_EACH_ROW = tl.constexpr(1)
+OVER_SAMPLES = tl.constexpr(2)
+OVER_ROWS = tl.constexpr(3)
+OVER_ALL = tl.constexpr(4)
 
 
 @triton.jit
@@ -36,7 +47,7 @@ def pool_columns(stats, pooled_mean, pooled_var, stats_at, N, R, BN: tl.constexp
 def pool_groups(
     stats, pooled_mean, pooled_var, stats_at, N, R, groups, BATCH: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
-    """Likewise of each of ``groups`` equal groups of rows: of every sample, or over them."""
+    """Mean and variance of each of ``groups`` equal groups of rows, of every sample or, if BATCH, over the samples."""
     stats += stats_at
     cell = tl.program_id(0)
     width = R // groups
@@ -72,11 +83,11 @@ def back(
     MEAN: tl.constexpr, VAR: tl.constexpr, OWN: tl.constexpr, MORE: tl.constexpr, ABOUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slope, mean and offset of every row, ``[3, N, R]``, from gradients at a pool's statistics.
+    """Slope, mean and offset of every row, ``[3, N, R]``, from the gradients at the statistics of a pool.
 
-    They begin at ``out_at``, and the moments at ``stats_at``. MORE adds to what is there; ABOUT: the means
-    are written, too. A row's statistic is ``sample * n + r // (R / groups)``; ``sample`` is zero for pools over the
-    batch. OWN: every row is a pool.
+    They begin at ``out_at`` in ``out``, and the moments at ``stats_at`` in ``stats``. MORE adds to what is there. ABOUT
+    also writes the means. The statistic of a row is ``sample * n + r // (R / groups)``; ``sample`` is zero for pools
+    over the batch. OWN: every row is a pool.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = i < N * R
@@ -110,7 +121,7 @@ def compose(
     cells, PARTS: tl.constexpr, SHIFT: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, UPDATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Coefficients with the affine map applied, ``[3, N, R]``; UPDATE moves the running statistics of a pool, too."""
+    """Coefficients with the affine map applied, ``[3, N, R]``. UPDATE also moves the running statistics of a pool."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = i < N * R
     n, r = i // R, i % R
@@ -140,23 +151,23 @@ def compose(
 
 @triton.jit
 def _give(planes, out, k, values, total, at, size, ok, HOW: tl.constexpr):
-    """Gradients at a coefficient: of each row HOW is 1, summed over the samples 2; to be summed over rows 3, in planes;
-    both, 4, as 2."""
-    if HOW == 1:
+    """Add the gradients at a coefficient to ``total``, or store them. `fold` sums over rows, so what it sums goes to
+    plane ``k``."""
+    if HOW == OF_EACH_ROW:
         tl.store(out + at, values, mask=ok)
-    if HOW == 3:
+    if HOW == OVER_ROWS:
         tl.store(planes + k * size + at, values, mask=ok)
-    if HOW == 2 or HOW == 4:
+    if HOW == OVER_SAMPLES or HOW == OVER_ALL:
         total += values
     return total
 
 
 @triton.jit
 def _give_sums(planes, out, k, total, r, size, R, HOW: tl.constexpr):
-    """The sums over the samples, where they are wanted."""
-    if HOW == 2:
+    """Store the sums over the samples, where they are wanted."""
+    if HOW == OVER_SAMPLES:
         tl.store(out + r, tl.sum(total, 0), mask=r < R)
-    if HOW == 4:
+    if HOW == OVER_ALL:
         tl.store(planes + k * size + r, tl.sum(total, 0), mask=r < R)
 
 
@@ -170,9 +181,10 @@ def through_affine(
 ):  # fmt: skip
     """From the row sums ``[2, N, R]`` of ``dy`` and ``dy * (x - center)`` to gradients at center, scale and shift.
 
-    How each of these is wanted, OF_CENTER, OF_SCALE and OF_SHIFT say (see `_give`; 0: not at all). ``applied`` gets the
-    scale with the weight applied; OF_AFFINE: ``d_weight`` and ``d_bias`` their gradients, summed over the samples,
-    ``[R]``, or EACH sample's, ``[N, R]``. A program takes ``per`` samples; all, to sum.
+    OF_CENTER, OF_SCALE and OF_SHIFT say how each gradient is wanted: NOT_WANTED, OF_EACH_ROW, ... ``applied`` receives
+    the scale with the weight applied. OF_AFFINE: ``d_weight`` and ``d_bias`` receive their gradients, summed over the
+    samples, ``[R]``, or of EACH sample, ``[N, R]``. A program takes ``per`` samples. It must take all of them to sum
+    over the samples.
     """
     blocks = tl.cdiv(R, BR)
     first = tl.program_id(0) // blocks * per
@@ -233,7 +245,7 @@ def fold(planes, out, at, R, BR: tl.constexpr):
 
 @triton.jit
 def _count(counts, count, b, g, ok, counts_b, counts_g, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements of each statistic of a segment."""
+    """The number of elements of each statistic of a segment."""
     own = tl.zeros((BLOCK,), tl.float32) + count
     if EACH:
         own = tl.load(counts + b * counts_b + g * counts_g, mask=ok, other=1.0).to(tl.float32)
@@ -245,11 +257,11 @@ def move(
     seen_mean, seen_var, counts, mean, var, batches, momentum, count, segments, G, counts_b, counts_g,
     EACH: tl.constexpr, AVERAGE: tl.constexpr, TOTAL: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move running statistics ``[G]`` towards a batch's, ``[segments, G]``: the average of its ghost batches.
+    """Move running statistics ``[G]`` towards those of a batch: the average of its ghost batches, ``[segments, G]``.
 
-    Statistics are of ``count`` elements, or EACH of its own number. AVERAGE: all batches count alike, ``momentum`` does
-    not. TOTAL: the biased variance, with that between the ghost batches and the drift of the mean. LAST: the batch is
-    counted. One program, which reads how many there were before it counts.
+    Each statistic is of ``count`` elements or, if EACH, of a number in ``counts``. AVERAGE: all batches have the same
+    weight, and ``momentum`` is not used. TOTAL: the biased variance, plus the variance between the ghost batches and
+    the drift of the mean. LAST: the batch is counted. There is one program, so it reads the count before it moves it.
     """
     before = tl.load(batches)
     share = momentum

@@ -1,7 +1,7 @@
-"""Batch norm in Triton: one set of statistics and coefficients a channel, the same for all samples.
+"""Batch norm in Triton: all samples share the statistics and the coefficients of a channel.
 
-The simplest of the closed family, and the one that is used most, so it has the least between its passes: one program
-puts a few channels together. What the passes share lies where :mod:`normlab.whole_kernels` has it.
+It is the simplest and the most used of the closed family, so it has the least between its passes: one program computes
+a few channels. The passes share buffers as in :mod:`normlab.gpu.kernels.closed_family`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .closed_family import meet
 from .passes import apply_pass, gradient_pass, moments_pass, sums_pass
-from .pools import row_affine
+from .pools import ONE_MAP, row_affine
 
 _ANY = ["N", "per_split", "splits", "per_split2", "splits2"]
 
@@ -23,11 +23,11 @@ def _coefficients(
     LIVE: tl.constexpr, UPDATE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
     BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of BC channels, their running ones, and what the channels are normalized by, ``[3, C]``.
+    """Mean and variance of BC channels, their running statistics, and their coefficients, ``[3, C]``.
 
-    ``moments`` are those of rows or of their splits, ``[splits, 2, N, C]``: a split counts by its size, and means count
-    from that of the first BV. Running statistics that normalize are copied: what backward reads must not move with the
-    buffers.
+    ``moments`` are those of rows or of their splits, ``[splits, 2, N, C]``. A split is weighted by its size. Means are
+    taken relative to the mean of the first BV. Running statistics that normalize are copied: what backward reads must
+    not move with the buffers.
     """
     c = pid * BC + tl.arange(0, BC)
     col = c < C
@@ -70,7 +70,7 @@ def _coefficients(
 
 @triton.jit
 def _splits(start, c, col, N, C, rows, splits, BV: tl.constexpr):
-    """BV splits of rows from ``start`` on, all samples of a split after those of the one before."""
+    """The BV splits of rows from ``start`` on. All samples of one split come before those of the next."""
     u = start + tl.arange(0, BV)
     k = u // N
     at = (k * 2 * rows + (u % N) * C)[:, None] + c[None, :]
@@ -84,8 +84,8 @@ def _gradients(
     SUMS: tl.constexpr, LIVE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
     BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """What makes ``dx = scale * dy + slope * (x - mean) + offset``, ``[4, C]``; and where there are SUMS, of rows or of
-    their splits, the gradients of the affine maps."""
+    """The coefficients of ``dx = scale * dy + slope * (x - mean) + offset``, ``[4, C]``. SUMS: row sums were computed,
+    of rows or of their splits; the gradients of the affine maps follow from them."""
     c = pid * BC + tl.arange(0, BC)
     col = c < C
     mean = tl.load(batch_mean + c, mask=col, other=0.0)
@@ -104,11 +104,11 @@ def _gradients(
         along = tl.sum(second, 0) * inverse
         if SHARED:
             w2 = tl.zeros((BC,), tl.float32) + 1.0
-            if SECOND == 1:
+            if SECOND == ONE_MAP:
                 w2 = tl.load(weight2 + c, mask=col, other=0.0).to(tl.float32)
             tl.store(d_weight + c, (w2 * along).to(d_weight.dtype.element_ty), mask=col)
             tl.store(d_bias + c, (w2 * of_dy).to(d_bias.dtype.element_ty), mask=col)
-        if SECOND == 1:
+        if SECOND == ONE_MAP:
             of_weight2 = along
             if SHARED:
                 w1 = tl.load(weight + c, mask=col, other=0.0).to(tl.float32)
@@ -129,7 +129,7 @@ def _gradients(
 
 @triton.jit(do_not_specialize=_ANY)
 def forward(
-    x, y, residual, work, parted, weight, bias, weight2, bias2, running_mean, running_var, batches, counter,
+    x, y, residual, work, partials, weight, bias, weight2, bias2, running_mean, running_var, batches, counter,
     momentum, eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BQ2: tl.constexpr, BS2: tl.constexpr,
@@ -137,19 +137,22 @@ def forward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 moments, 1 statistics and coefficients, 2 ``y``. Channels last: BQ is positions and BS channels of a tile."""
+    """Passes: 0 moments, 1 statistics and coefficients, 2 ``y``.
+
+    Channels last, BQ is positions and BS channels of a tile.
+    """
     stats = work + 3 * rows
     batch_mean = stats
     if LIVE:
         batch_mean = stats + 2 * rows
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(x, stats, partials, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
         if MEET:
             meet(counter)
     if FIRST <= 1 and STOP > 1:
         found = stats
         if splits > 1:
-            found = parted
+            found = partials
         for p in range(tl.program_id(0), tl.cdiv(C, BC), tl.num_programs(0)):
             _coefficients(
                 p, work, found, batch_mean, batch_mean + C, batch_mean + 2 * C, running_mean, running_var, batches,
@@ -166,7 +169,7 @@ def forward(
 
 @triton.jit(do_not_specialize=_ANY)
 def backward(
-    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2,
+    dy, x, dx, residual, d_inner, work, back, partials, weight, bias, weight2, bias2,
     d_weight, d_bias, d_weight2, d_bias2, counter,
     eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
@@ -175,14 +178,14 @@ def backward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 row sums, 1 coefficients and gradients of affine maps, or 2 coefficients where nothing was summed, 3 ``dx``."""
+    """Passes: 0 row sums, 1 coefficients and gradients of affine maps, or 2 coefficients without row sums, 3 ``dx``."""
     coef = back + 2 * rows
     batch_mean = work + 3 * rows
     if LIVE:
         batch_mean = work + 5 * rows
     if FIRST <= 0 and STOP > 0:
         sums_pass(
-            dy, x, residual, inner, back, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
+            dy, x, residual, d_inner, back, partials, work, N, s, C, C, 1, rows, per_split, splits, leak,
             UNIT, BQ, BS, ACT, RES, True,
         )  # fmt: skip
         if MEET:
@@ -190,7 +193,7 @@ def backward(
     if FIRST <= 2 and STOP > 1:
         found = back
         if splits > 1:
-            found = parted
+            found = partials
         for p in range(tl.program_id(0), tl.cdiv(C, BC), tl.num_programs(0)):
             _gradients(
                 p, coef, found, batch_mean, batch_mean + C, eps, weight, bias, weight2, bias2,
@@ -201,6 +204,6 @@ def backward(
             meet(counter)
     if FIRST <= 3 and STOP > 3:
         gradient_pass(
-            dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
+            dy, x, d_inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
             UNIT, BQ2, BS2, ACT, RES, True,
         )  # fmt: skip

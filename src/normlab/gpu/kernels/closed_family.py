@@ -1,13 +1,13 @@
 """The closed family, one kernel a direction: passes over ``x`` and what stands between them.
 
 A launch runs the passes FIRST to STOP - 1. Large inputs take a launch a pass, each with as many programs as it likes.
-Small ones, whose time is the host's, take one launch: as many programs as fit the device at once, which wait for each
-other between passes (MEET). What the passes share lies in one buffer, ``work``, kept for backward:
+Small inputs are bound by the host and take one launch, with as many programs as the device runs at once. Its programs
+wait for each other between passes (MEET). The passes share one buffer, ``work``, which is kept for backward:
 
     coefficients [3, rows], moments [2, rows], sample pool [2, cells], batch pool [2, cells], renorm [2, cells], members
 
-and in a second one, ``back``: row sums [2, rows], coefficients [4, rows], sums over the pools [2, cells] each, and each
-block's share of the mixture weights' gradient.
+and in backward a second one, ``back``: row sums [2, rows], coefficients [4, rows], sums over each pool [2, cells], and
+each block's share of the gradient of the mixture weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .pools import coefficients, coefficients_backward, move_ghosts, pool_backwa
 __all__ = ["meet"]
 
 
-# Numbers that no address depends on: to compile for each that is one, or a multiple of 16, would be for nothing.
+# No address depends on these numbers. Triton would compile again for each that is 1, or a multiple of 16, for nothing.
 _ANY = [
     "N", "sample_cells", "sample_groups", "batch_cells", "batch_groups", "sample_programs", "batch_programs",
     "affine_programs", "table_programs", "ghost", "per_split", "splits", "per_split2", "splits2",
@@ -31,7 +31,7 @@ _OF_FORWARD = [n for n in _ANY if n not in ("affine_programs", "table_programs")
 
 @triton.jit
 def meet(counter):
-    """Wait for every program. ``counter`` (int64) only grows, by the number of programs each time: no one resets it."""
+    """Wait for every program. ``counter`` (int64) grows by the number of programs each time, and nothing resets it."""
     tl.debug_barrier()
     programs = tl.num_programs(0).to(tl.int64)
     one = programs // programs
@@ -62,7 +62,7 @@ def _split(work, rows, sample_cells, batch_cells, READS: tl.constexpr, RENORM: t
 
 @triton.jit(do_not_specialize=_OF_FORWARD)
 def forward(
-    x, y, residual, work, parted, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits,
+    x, y, residual, work, partials, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits,
     running_mean, running_var, batches, counter,
     momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak,
     N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, ghost,
@@ -75,8 +75,10 @@ def forward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 moments, 1 moments of split rows together, 2 pools, 3 coefficients, 4 ``y``. Channels last: BQ is positions and
-    BS channels of a tile."""
+    """Passes: 0 moments, 1 moments of split rows joined, 2 pools, 3 coefficients, 4 ``y``.
+
+    Channels last, BQ is positions and BS channels of a tile.
+    """
     stats, sample, batch_mean, batch_var, renorm, members = _split(
         work, rows, sample_cells, batch_cells, READS, RENORM
     )
@@ -84,12 +86,14 @@ def forward(
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(
+            x, stats, partials, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
+        )
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(rows, B // 4), step):
-            join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
+            join_moments(p, partials, stats, rows, s, per_split, splits, B // 4)
         if MEET:
             meet(counter)
     if (HAS_S or HAS_B) and FIRST <= 2 and STOP > 2:
@@ -128,7 +132,7 @@ def forward(
 
 @triton.jit(do_not_specialize=_ANY)
 def backward(
-    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2, segment, label,
+    dy, x, dx, residual, d_inner, work, back, partials, weight, bias, weight2, bias2, segment, label,
     mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean_logits, d_var_logits, counter,
     eps, leak,
     N, C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups, sample_programs, ghost,
@@ -141,8 +145,8 @@ def backward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 row sums, 1 sums of split rows together, 2 sums over the pools and gradients of affine maps, 3 coefficients and
-    gradients of mixture weights, 4 ``dx``."""
+    """Passes: 0 row sums, 1 sums of split rows joined, 2 sums over the pools and gradients of affine maps, 3
+    coefficients and gradients of mixture weights, 4 ``dx``."""
     stats, sample, batch_mean, batch_var, renorm, members = _split(
         work, rows, sample_cells, batch_cells, READS, RENORM
     )
@@ -156,14 +160,14 @@ def backward(
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
         sums_pass(
-            dy, x, residual, inner, sums, parted, work, images, s, C, R, parts, rows, per_split, splits, leak,
+            dy, x, residual, d_inner, sums, partials, work, images, s, C, R, parts, rows, per_split, splits, leak,
             UNIT, BQ, BS, ACT, RES, False,
         )  # fmt: skip
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
-            join_sums(p, parted, sums, rows, splits, B // 4)
+            join_sums(p, partials, sums, rows, splits, B // 4)
         if MEET:
             meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -192,42 +196,42 @@ def backward(
             meet(counter)
     if FIRST <= 4 and STOP > 4:
         gradient_pass(
-            dy, x, inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
+            dy, x, d_inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
             UNIT, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip
 
 
-# --- the passes alone: what they are compiled for does not depend on the rule -----------------------------------------
+# --- single passes: they do not depend on the rule, so all rules share what is compiled -------------------------------
 
 _SIZES = ["N", "per_split", "splits"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def moments(
-    x, stats, parted, at, N, C, R, rows, s, parts, per_split, splits,
+    x, stats, partials, at, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
-    """They begin ``at`` in ``stats``; JOIN: from those of split rows."""
+    """The moments begin ``at`` in ``stats``. JOIN joins the moments of split rows."""
     stats += at
     if JOIN:
-        join_moments(tl.program_id(0), parted, stats, rows, s, per_split, splits, B // 4)
+        join_moments(tl.program_id(0), partials, stats, rows, s, per_split, splits, B // 4)
     else:
         moments_pass(
-            x, stats, parted, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
+            x, stats, partials, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
         )
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def sums(
-    dy, x, residual, inner, out, coef, parted, leak, N, C, R, rows, s, parts, per_split, splits,
+    dy, x, residual, d_inner, out, coef, partials, leak, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     if JOIN:
-        join_sums(tl.program_id(0), parted, out, rows, splits, B // 4)
+        join_sums(tl.program_id(0), partials, out, rows, splits, B // 4)
     else:
         sums_pass(
-            dy, x, residual, inner, out, parted, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
+            dy, x, residual, d_inner, out, partials, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
             UNIT, BQ, BS, ACT, RES, CHANNEL,
         )  # fmt: skip
 
@@ -246,12 +250,12 @@ def apply(
 
 @triton.jit(do_not_specialize=_SIZES)
 def gradient(
-    dy, x, inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
+    dy, x, d_inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Coefficients begin ``at`` in ``coef``."""
     gradient_pass(
-        dy, x, inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
+        dy, x, d_inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
         UNIT, BQ, BS, ACT, RES, CHANNEL,
     )  # fmt: skip

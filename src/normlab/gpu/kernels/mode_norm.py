@@ -1,15 +1,15 @@
 """Mode norm in Triton, one kernel a direction: the passes over ``x``, and gates and modes between them.
 
-As in :mod:`normlab.whole_kernels` a launch runs the passes FIRST to STOP - 1, all of them for small inputs, whose
-programs then wait for each other between passes (MEET). What the passes share lies in ``work``, kept for backward:
+As in :mod:`normlab.gpu.kernels.closed_family`, a launch runs the passes FIRST to STOP - 1. For small inputs it runs all
+of them, and its programs wait for each other between passes (MEET). The passes share ``work``, kept for backward:
 
     coefficients [3, rows], moments [2, rows], gates [N, K], means and variances of the modes [2, K, C], counts [K]
 
-and in ``back``: row sums [2, rows], coefficients [4, rows], gradients at the modes' means and variances [2, K, C], at
-the gates' logits [N, K]. Nothing uses atomics. Capitals are constexpr.
+and in backward ``back``: row sums [2, rows], coefficients [4, rows], gradients at the means and variances of the modes
+[2, K, C] and at the logits of the gates [N, K]. Nothing uses atomics. Capitals are constexpr.
 
-Means of modes count from the row means of the first sample, ``about``: modes may lie close together far from zero, and
-what tells them apart must not be lost to the rounding of their means.
+Means of modes are taken relative to ``about``, the row means of the first sample. Modes may lie close together and far
+from zero, and rounding their means must not lose what tells them apart.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import triton.language as tl
 
 from .closed_family import meet
 from .passes import apply_pass, gradient_pass, join_moments, join_sums, moments_pass, sums_pass
-from .pools import row_affine, second_affine
+from .pools import ONE_MAP, PER_SAMPLE, row_affine, second_affine
 
-_TINY = tl.constexpr(1.1754943508222875e-38)  # what counts and scales are at least where they divide
+_TINY = tl.constexpr(1.1754943508222875e-38)  # the least count or scale that divides
 _ANY = ["N", "per_split", "splits", "per_split2", "splits2"]
 
 
 @triton.jit
 def _gates(n, stats, gate_weight, gate_bias, gates, C, K: tl.constexpr, KP: tl.constexpr, BR: tl.constexpr):
-    """The gates of sample ``n``. Logits count from the first mode's: large means do not swamp their distance."""
+    """The gates of sample ``n``. Logits are taken relative to the first mode's, so that large means do not swamp their
+    differences."""
     k, j = tl.arange(0, KP), tl.arange(0, BR)
     mode = k < K
     acc = tl.zeros((KP, BR), tl.float32)
@@ -47,10 +48,10 @@ def _gates(n, stats, gate_weight, gate_bias, gates, C, K: tl.constexpr, KP: tl.c
 
 @triton.jit
 def _mixture(n, c, ok, gates, mode_mean, mode_var, eps, N, C, K: tl.constexpr):
-    """Center, counted as the modes' means are, and scale of rows ``(n, c)``.
+    """Center, relative to ``about``, and scale of rows ``(n, c)``.
 
-    Both from those of the mode that a sample belongs to most: gates sum to one up to rounding, which then meets
-    differences only.
+    Both are mixed as differences from the mode with the largest gate. Gates sum to one only up to rounding, and this
+    way the rounding error multiplies small differences.
     """
     col = c < C
     most = tl.zeros_like(n)
@@ -80,7 +81,8 @@ def _modes(
     K: tl.constexpr, LIVE: tl.constexpr, UPDATE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of every mode in a block of channels, their running ones, and the coefficients of the rows."""
+    """Mean and variance of every mode in a block of channels, the running statistics, and the coefficients of the
+    rows."""
     i = tl.arange(0, BN)
     c = pid * BC + tl.arange(0, BC)
     col = c < C
@@ -98,7 +100,7 @@ def _modes(
                 acc += tl.where(ok, g[:, None] * (m - about[None, :]), 0.0)
                 total += g
             count = tl.sum(total, 0)
-            count = tl.where(count < _TINY, 0.0, count)  # no sample is of this mode
+            count = tl.where(count < _TINY, 0.0, count)  # no sample belongs to this mode
             least = tl.maximum(count, _TINY)
             mean = tl.where(count + tl.zeros((BC,), tl.float32) > 0.0, tl.sum(acc, 0) / least, -about)
             acc = tl.zeros((BN, BC), tl.float32)
@@ -114,7 +116,7 @@ def _modes(
             if pid == 0:
                 tl.store(counts + k, count)
             if UPDATE:
-                # The variance about the running mean: with the drift of the mean, without E[x^2] - mean^2.
+                # The variance about the running mean includes the drift of the mean, without E[x^2] - mean^2.
                 old_mean = tl.load(running_mean + cell, mask=col, other=0.0).to(tl.float32)
                 old_var = tl.load(running_var + cell, mask=col, other=0.0).to(tl.float32)
                 drift = about + mean - old_mean
@@ -152,7 +154,7 @@ def _modes_backward(
 ):  # fmt: skip
     """Gradients at the mean and the variance of every mode in a block of channels, and those of the affine maps.
 
-    With ``i`` a mode's reciprocal deviation, a row is ``y = w sum_k g_k i_k (x - mean_k) + b``.
+    A row is ``y = w sum_k g_k i_k (x - mean_k) + b``, where ``i_k`` is the reciprocal standard deviation of a mode.
     """
     i = tl.arange(0, BN)
     c = pid * BC + tl.arange(0, BC)
@@ -205,7 +207,7 @@ def _modes_backward(
             sum_w += w2 * each_w
             sum_b += w2 * each_b
             each_w2 = w1[None, :] * each_w + b1[None, :] * each_b
-            if SECOND == 3:
+            if SECOND == PER_SAMPLE:
                 tl.store(d_weight2 + at, each_w2.to(d_weight2.dtype.element_ty), mask=ok)
                 tl.store(d_bias2 + at, each_b.to(d_bias2.dtype.element_ty), mask=ok)
             else:
@@ -214,7 +216,7 @@ def _modes_backward(
         if SHARED:
             tl.store(d_weight + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=col)
             tl.store(d_bias + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=col)
-        if SECOND == 1:
+        if SECOND == ONE_MAP:
             tl.store(d_weight2 + c, tl.sum(sum_w2, 0).to(d_weight2.dtype.element_ty), mask=col)
             tl.store(d_bias2 + c, tl.sum(sum_b2, 0).to(d_bias2.dtype.element_ty), mask=col)
 
@@ -226,8 +228,8 @@ def _gates_backward(
     K: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients at the logits of sample ``n``, and what makes ``dx = scale * dy + slope * (x - mean) + offset`` of its
-    rows, ``[4, N, C]``."""
+    """Gradients at the logits of sample ``n``, and the coefficients of ``dx = scale * dy + slope * (x - mean) +
+    offset`` of its rows, ``[4, N, C]``."""
     k, j = tl.arange(0, KP), tl.arange(0, BR)
     mode = k < K
     g = tl.load(gates + n * K + k, mask=mode, other=0.0)
@@ -265,7 +267,8 @@ def _gates_backward(
         at = n * C + c
         inside = mode[:, None] & ok[None, :]
         cell = k[:, None] * C + c[None, :]
-        # The gradients at a sample's logits sum to zero: weights count from the first mode's, as in forward.
+        # The gradients at a sample's logits sum to zero, so weights are taken relative to the first mode's, as in
+        # forward.
         first = tl.load(gate_weight + c, mask=ok, other=0.0).to(tl.float32)
         each = tl.load(gate_weight + cell, mask=inside, other=0.0).to(tl.float32) - first[None, :]
         m = tl.load(stats + at, mask=ok, other=0.0)
@@ -313,7 +316,7 @@ def _gate_gradients(
 
 @triton.jit
 def _split(work, N, C, rows, K: tl.constexpr):
-    """The vectors in ``work`` behind the coefficients."""
+    """The vectors in ``work`` after the coefficients."""
     stats = work + 3 * rows
     gates = stats + 2 * rows
     mode_mean = gates + N * K
@@ -323,7 +326,7 @@ def _split(work, N, C, rows, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=_ANY)
 def forward(
-    x, y, residual, work, parted, weight, bias, weight2, bias2, gate_weight, gate_bias,
+    x, y, residual, work, partials, weight, bias, weight2, bias2, gate_weight, gate_bias,
     running_mean, running_var, batches, counter,
     momentum, eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
@@ -333,18 +336,20 @@ def forward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 moments, 1 moments of split rows together, 2 gates, 3 modes and coefficients, 4 ``y``. Channels last: BQ is
-    positions and BS channels of a tile."""
+    """Passes: 0 moments, 1 moments of split rows joined, 2 gates, 3 modes and coefficients, 4 ``y``.
+
+    Channels last, BQ is positions and BS channels of a tile.
+    """
     stats, gates, mode_mean, mode_var, counts = _split(work, N, C, rows, K)
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, parted, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(x, stats, partials, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(rows, B // 4), step):
-            join_moments(p, parted, stats, rows, s, per_split, splits, B // 4)
+            join_moments(p, partials, stats, rows, s, per_split, splits, B // 4)
         if MEET:
             meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -369,7 +374,7 @@ def forward(
 
 @triton.jit(do_not_specialize=_ANY)
 def backward(
-    dy, x, dx, residual, inner, work, back, parted, weight, bias, weight2, bias2, gate_weight,
+    dy, x, dx, residual, d_inner, work, back, partials, weight, bias, weight2, bias2, gate_weight,
     d_weight, d_bias, d_weight2, d_bias2, d_gate_weight, d_gate_bias, counter,
     eps, leak,
     N, C, rows, s, per_split, splits, per_split2, splits2,
@@ -379,8 +384,8 @@ def backward(
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """0 row sums, 1 sums of split rows together, 2 gradients at the modes and of affine maps, 3 gradients at the gates
-    and coefficients, 4 gradients of the gates' parameters, 5 ``dx``."""
+    """Passes: 0 row sums, 1 sums of split rows joined, 2 gradients at the modes and of affine maps, 3 gradients at the
+    gates and coefficients, 4 gradients of the gates' parameters, 5 ``dx``."""
     stats, gates, mode_mean, mode_var, counts = _split(work, N, C, rows, K)
     sums = back
     coef = back + 2 * rows
@@ -390,14 +395,14 @@ def backward(
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
         sums_pass(
-            dy, x, residual, inner, sums, parted, work, N, s, C, C, 1, rows, per_split, splits, leak,
+            dy, x, residual, d_inner, sums, partials, work, N, s, C, C, 1, rows, per_split, splits, leak,
             UNIT, BQ, BS, ACT, RES, False,
         )  # fmt: skip
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(2 * rows, B // 4), step):
-            join_sums(p, parted, sums, rows, splits, B // 4)
+            join_sums(p, partials, sums, rows, splits, B // 4)
         if MEET:
             meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -421,6 +426,6 @@ def backward(
             _gate_gradients(p, stats, at_logits, d_gate_weight, d_gate_bias, N, C, K, BN, BC)
     if FIRST <= 5 and STOP > 5:
         gradient_pass(
-            dy, x, inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
+            dy, x, d_inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
             UNIT, BQ2, BS2, ACT, RES, False,
         )  # fmt: skip

@@ -1,12 +1,15 @@
 """The passes over ``x`` in Triton, for every rule.
 
-Moments of the rows; ``act((x - center) * scale + shift + residual)``; row sums of ``dy`` and of ``dy * (x - center)``;
-``dx``. ``x`` is contiguous, rows ``[N, R, s]``, or channels last, ``[N, parts, s, C]`` with row ``r = c * parts +
-part``. Every pass comes in both forms, which differ only in how they walk over a row. A piece of a pass is a function
-of its number, and numbers follow memory. The four whole passes at the end share the pieces out among the programs of a
-launch, so that a launch may run one pass or several (:mod:`normlab.whole_kernels`). Those that write begin with the
-last piece: what the pass before them read last is still in the cache. Nothing uses atomics: results are the same bit
-for bit, run to run. Capitals are constexpr.
+There are four: moments of the rows; ``act((x - center) * scale + shift + residual)``; row sums of ``dy`` and of
+``dy * (x - center)``; and ``dx``. Each comes in two forms, which differ only in how they walk over a row. Contiguous,
+``x`` is rows ``[N, R, s]``. Channels last, it is ``[N, parts, s, C]``, and the row is ``r = c * parts + part``.
+
+A pass is cut into pieces. A function computes the piece with a given number, and numbers follow memory. At the end of
+this file, four functions share out the pieces of a pass among the programs of a launch, so that a launch may run one
+pass or several (:mod:`normlab.gpu.kernels.closed_family`). Passes that write begin with the last piece, since what the
+pass before them read last is still in the cache.
+
+Nothing uses atomics: results are the same bit for bit, run to run. Capitals are constexpr.
 """
 
 from __future__ import annotations
@@ -14,15 +17,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...statistics.activation import ACTIVATIONS
+
 __all__ = ["activate", "through_activation"]
 
 
-# Moments are taken about values of the row, so that there is no cancellation, whatever the mean: contiguous, each place
-# of a tile takes them about the first it sees. Nothing is summed over threads before the last tile.
-_SPLITS = tl.constexpr(16)  # splits of a row that are looked at together
-_AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, memory is waited for
-_LOOKED_AT = tl.constexpr(16)  # values of a row whose mean its moments are taken about, channels last
-_STAGES = tl.constexpr(6)  # tiles under way, channels last: one that is summed and those read ahead of it
+_RELU = tl.constexpr(ACTIVATIONS["relu"])
+_LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
+_SILU = tl.constexpr(ACTIVATIONS["silu"])
+
+# Moments are taken about values of the row, so nothing cancels, whatever the mean. Contiguous, each place of a tile
+# takes its moments about the first value it sees. Threads add up their sums once, after the last tile.
+_SPLITS = tl.constexpr(16)  # splits of a row that are joined at once
+_AT_ONCE = tl.constexpr(4)  # tiles of a long row in a step; with fewer, programs wait for memory
+_LOOKED_AT = tl.constexpr(16)  # channels last: moments are taken about the mean of this many values of a row
+_STAGES = tl.constexpr(6)  # channels last: tiles in flight, one being summed and the rest read ahead
 
 
 @triton.jit
@@ -43,24 +52,24 @@ def _load_last(ptr, m, j, end, s, c, C):
 
 @triton.jit
 def activate(z, leak, ACT: tl.constexpr):
-    """ACT: 0 none, 1 relu, 2 leaky relu, 3 silu. A NaN stays one."""
-    if ACT == 1:
+    """A NaN stays one."""
+    if ACT == _RELU:
         z = tl.where(z < 0.0, 0.0, z)
-    elif ACT == 2:
+    elif ACT == _LEAKY_RELU:
         z = tl.where(z < 0.0, z * leak, z)
-    elif ACT == 3:
+    elif ACT == _SILU:
         z = z * tl.sigmoid(z)
     return z
 
 
 @triton.jit
 def through_activation(z, g, leak, ACT: tl.constexpr):
-    """The gradient ``g`` at the activation, taken back to its input ``z``; at a NaN, as torch does."""
-    if ACT == 1:
+    """From the gradient ``g`` at the activation's output to that at its input ``z``; for a NaN, as torch has it."""
+    if ACT == _RELU:
         g = tl.where(z <= 0.0, 0.0, g)
-    elif ACT == 2:
+    elif ACT == _LEAKY_RELU:
         g = tl.where(z > 0.0, g, g * leak)
-    elif ACT == 3:
+    elif ACT == _SILU:
         p = tl.sigmoid(z)
         g = g * p * (1.0 + z * (1.0 - p))
     return g
@@ -68,8 +77,8 @@ def through_activation(z, g, leak, ACT: tl.constexpr):
 
 @triton.jit
 def _moments_together(about, first, second, count, size, AXIS: tl.constexpr):
-    """Mean and variance along AXIS from each place's sums of ``d`` and ``d * d``, ``d = x - about``, of ``count``
-    values."""
+    """Mean and variance along AXIS. Each place has summed ``d`` and ``d * d`` of ``count`` values, with
+    ``d = x - about``."""
     count = tl.maximum(count, 0).to(tl.float32)
     off = first / tl.maximum(count, 1.0)
     mean = about + off
@@ -108,8 +117,8 @@ def moments_rows(pid, x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SIN
 
 @triton.jit
 def place_last(pid, s, C, per_split, BC: tl.constexpr):
-    """Image, channels and split of a program. Neighbours in number are neighbours in memory: blocks of channels come
-    first, then splits of a row, then images."""
+    """Image, channels and split of a piece. Pieces whose numbers follow each other are neighbours in memory: blocks of
+    channels count first, then splits of a row, then images."""
     blocks = tl.cdiv(C, BC)
     splits = tl.cdiv(s, per_split)
     rest = pid // blocks
@@ -118,7 +127,7 @@ def place_last(pid, s, C, per_split, BC: tl.constexpr):
 
 @triton.jit
 def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr, BC: tl.constexpr):
-    """``out`` is ``[splits, 2, N, R]``, each split's own moments, about the mean of a few of its values."""
+    """Moments of each split, ``out [splits, 2, N, R]``, taken about the mean of a few of its values."""
     m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
     low = split * per_split
@@ -143,11 +152,11 @@ def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr,
 
 
 @triton.jit
-def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr):
-    """The moments of whole rows from those of their splits, about the mean of the first."""
+def join_moments(pid, partials, stats, rows, s, per_split, splits, B: tl.constexpr):
+    """Moments of whole rows from those of their splits, taken about the mean of the first split."""
     q = pid * B + tl.arange(0, B)
     ok = q < rows
-    about = tl.load(parted + q, mask=ok, other=0.0)
+    about = tl.load(partials + q, mask=ok, other=0.0)
     off = tl.zeros((_SPLITS, B), tl.float32)
     square = tl.zeros((_SPLITS, B), tl.float32)
     for start in range(0, splits, _SPLITS):
@@ -155,8 +164,8 @@ def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr
         there = (k < splits)[:, None] & ok[None, :]
         share = tl.where(k < splits, tl.minimum(per_split, s - k * per_split) / s, 0.0)[:, None]
         at = k[:, None] * 2 * rows + q[None, :]
-        mean = tl.load(parted + at, mask=there, other=0.0)
-        var = tl.load(parted + rows + at, mask=there, other=0.0)
+        mean = tl.load(partials + at, mask=there, other=0.0)
+        var = tl.load(partials + rows + at, mask=there, other=0.0)
         d = tl.where(there, mean - about[None, :], 0.0)
         off += share * d
         square += share * (var + d * d)
@@ -166,15 +175,15 @@ def join_moments(pid, parted, stats, rows, s, per_split, splits, B: tl.constexpr
 
 
 @triton.jit
-def join_sums(pid, parted, sums, rows, splits, B: tl.constexpr):
-    """Row sums from those of their splits."""
+def join_sums(pid, partials, sums, rows, splits, B: tl.constexpr):
+    """Row sums from the sums of their splits."""
     q = pid * B + tl.arange(0, B)
     ok = q < 2 * rows
     total = tl.zeros((_SPLITS, B), tl.float32)
     for start in range(0, splits, _SPLITS):
         k = start + tl.arange(0, _SPLITS)
         there = (k < splits)[:, None] & ok[None, :]
-        total += tl.load(parted + k[:, None] * 2 * rows + q[None, :], mask=there, other=0.0)
+        total += tl.load(partials + k[:, None] * 2 * rows + q[None, :], mask=there, other=0.0)
     tl.store(sums + q, tl.sum(total, 0), mask=ok)
 
 
@@ -183,7 +192,7 @@ def apply_rows(
     pid, x, y, residual, coef, rows, s, C, leak,
     BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """``act((x - center) * scale + shift + residual)`` with ``coef [3, N, R]``; CHANNEL, here and below: ``[3, C]``."""
+    """``act((x - center) * scale + shift + residual)`` with ``coef [3, N, R]``, or ``[3, C]`` if CHANNEL."""
     blocks = tl.cdiv(s, BS)
     q = (pid // blocks) * BQ + tl.arange(0, BQ)
     row_ok = q < rows
@@ -232,12 +241,12 @@ def apply_last(
 
 @triton.jit
 def sums_rows(
-    pid, dy, x, residual, inner, sums, coef, rows, s, C, leak,
+    pid, dy, x, residual, d_inner, sums, coef, rows, s, C, leak,
     BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Row sums of ``g`` and of ``g * (x - center)``, ``[2, N, R]``, with ``g`` the gradient before the activation.
+    """Row sums of ``g`` and of ``g * (x - center)``, ``[2, N, R]``. ``g`` is the gradient before the activation.
 
-    Beside a residual, ``g`` is its gradient too and is written to ``inner``.
+    With a residual, ``g`` is the residual's gradient too, and is written to ``d_inner``.
     """
     q = pid * BQ + tl.arange(0, BQ)
     row_ok = q < rows
@@ -263,7 +272,7 @@ def sums_rows(
             g = through_activation(z, g, leak, ACT)
             if RES:
                 to = q.to(tl.int64)[:, None] * s + j[None, :]
-                tl.store(inner + to, g.to(inner.dtype.element_ty), mask=ok)
+                tl.store(d_inner + to, g.to(d_inner.dtype.element_ty), mask=ok)
         total += g
         dot += g * (v - center[:, None])
     tl.store(sums + q, tl.sum(total, 1), mask=row_ok)
@@ -272,7 +281,7 @@ def sums_rows(
 
 @triton.jit
 def sums_last(
-    pid, dy, x, residual, inner, out, coef, s, C, R, parts, rows, per_split, leak,
+    pid, dy, x, residual, d_inner, out, coef, s, C, R, parts, rows, per_split, leak,
     BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
     m, c, split = place_last(pid, s, C, per_split, BC)
@@ -302,7 +311,7 @@ def sums_last(
             g = through_activation(z, g, leak, ACT)
             if RES:
                 to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
-                tl.store(inner + to, g.to(inner.dtype.element_ty), mask=ok)
+                tl.store(d_inner + to, g.to(d_inner.dtype.element_ty), mask=ok)
         total += g
         dot += g * (v - center[None, :])
     tl.store(out + split * 2 * rows + q, tl.sum(total, 0), mask=col)
@@ -314,7 +323,8 @@ def gradient_rows(
     pid, dy, x, dx, forward, coef, rows, s, C, leak,
     BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """``scale * g + slope * (x - mean) + offset`` with ``coef [4, N, R]``; ``forward`` has the forward coefficients."""
+    """``scale * g + slope * (x - mean) + offset`` with ``coef [4, N, R]``. ``forward`` has the coefficients of
+    forward."""
     blocks = tl.cdiv(s, BS)
     q = (pid // blocks) * BQ + tl.arange(0, BQ)
     row_ok = q < rows
@@ -369,25 +379,27 @@ def gradient_last(
         tl.store(dx + to, out.to(dx.dtype.element_ty), mask=ok)
 
 
-# --- whole passes: the pieces of a launch's programs ------------------------------------------------------------------
+# --- whole passes: their pieces are shared out among the programs of a launch -----------------------------------------
 
 
 @triton.jit
 def moments_pass(
-    x, stats, parted, images, s, C, R, parts, rows, per_split, splits,
+    x, stats, partials, images, s, C, R, parts, rows, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Contiguous, here and below, the length of a row is a multiple of UNIT (1, 2, ... 16), which the compiler must see
-    to read as many elements at once. UNIT is 0 for channels last, where BQ is positions and BS channels of a tile, and
-    ``parted`` is for split rows."""
+    """UNIT is 0 for channels last: BQ is then positions and BS channels of a tile, and ``partials`` is for split rows.
+
+    Contiguous, here and below, the length of a row is a multiple of UNIT (1, 2, 4, 8 or 16). The compiler must see
+    that, to read as many elements at once.
+    """
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if UNIT == 0:
-        into = stats
+        target = stats
         if splits > 1:
-            into = parted
+            target = partials
         for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
-            moments_last(p, x, into, s, C, R, parts, rows, per_split, BQ, BS)
+            moments_last(p, x, target, s, C, R, parts, rows, per_split, BQ, BS)
     else:
         s = s // UNIT * UNIT
         for p in range(pid, tl.cdiv(rows, BQ), step):
@@ -418,39 +430,39 @@ def apply_pass(
 
 @triton.jit
 def sums_pass(
-    dy, x, residual, inner, sums, parted, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    dy, x, residual, d_inner, sums, partials, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if UNIT == 0:
-        into = sums
+        target = sums
         if splits > 1:
-            into = parted
+            target = partials
         for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
             sums_last(
-                p, dy, x, residual, inner, into, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
+                p, dy, x, residual, d_inner, target, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
                 CHANNEL,
             )  # fmt: skip
     else:
         s = s // UNIT * UNIT
         for p in range(pid, tl.cdiv(rows, BQ), step):
-            sums_rows(p, dy, x, residual, inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
+            sums_rows(p, dy, x, residual, d_inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
 
 
 @triton.jit
 def gradient_pass(
-    dy, x, inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
+    dy, x, d_inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Beside a residual, the gradient before the activation already lies in ``inner``."""
+    """With a residual, ``d_inner`` already has the gradient before the activation."""
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     g = dy
     if RES and ACT > 0:
-        g = inner
+        g = d_inner
     if UNIT == 0:
         pieces = images * tl.cdiv(C, BS) * splits
         for p in range(pid, pieces, step):

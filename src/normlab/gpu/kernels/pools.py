@@ -1,11 +1,12 @@
 """The closed family on ``[N, R]`` in Triton: what stands between the passes.
 
-An instance pool, one pool within samples and one over the batch, alone or mixed, with a shared affine map, a second
-one after it, or both. A direction takes two passes: one for what is summed over pools, one that puts each row's
-coefficients together; each is a function of a program's number. Capitals are constexpr. Nothing uses atomics.
+There may be an instance pool, one pool within samples and one over the batch, alone or mixed, and a shared affine map,
+a second one after it, or both. A direction takes two passes: one sums over pools, one computes the coefficients of each
+row. Each is a function of a program's number. Capitals are constexpr. Nothing uses atomics.
 
-SECOND says whose the second affine map is: 0 nobody's, 1 the batch's ``[C]``, 2 a row of a table ``[K, C]`` that
-``label [N]`` chooses, 3 each sample's own ``[N, C]``, 4 a row of a table of few rows, most of which ``label`` names.
+SECOND says what the second affine map is. Zero: there is none. ONE_MAP: one for the batch, ``[C]``. TABLE: a row of a
+table ``[K, C]`` for each sample, chosen by ``label [N]``. PER_SAMPLE: each sample has its own, ``[N, C]``. SMALL_TABLE:
+as TABLE, but the table has few rows, and the samples choose most of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["second_affine"]
+from ...statistics import affine
+
+__all__ = ["ONE_MAP", "PER_SAMPLE", "SMALL_TABLE", "TABLE", "second_affine"]
+
+
+# The values of SECOND except zero.
+ONE_MAP = tl.constexpr(affine.ONE_MAP)
+TABLE = tl.constexpr(affine.TABLE)
+PER_SAMPLE = tl.constexpr(affine.PER_SAMPLE)
+SMALL_TABLE = tl.constexpr(affine.SMALL_TABLE)
 
 
 @triton.jit
@@ -32,11 +42,14 @@ def pool_forward(
     WIDE: tl.constexpr, UPDATE: tl.constexpr, RENORM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of every pool: first the programs of the pool within samples, a program a cell; then the pool
-    over the batch, ``BC`` statistics a program, or one where a statistic covers several rows (WIDE). Running
-    statistics that normalize are copied, ``BR`` a program: what backward reads must not move with the buffers. Those
-    that move are a row a segment; a segment without samples moves nothing and is not counted. Those of ghost batches,
-    which have one row for all, move later: :func:`move_ghosts`."""
+    """Mean and variance of every pool, and the running statistics.
+
+    The first programs take the pool within samples, one statistic each. The others take the pool over the batch: ``BC``
+    statistics each, or one where a statistic covers several rows (WIDE). Running statistics that normalize are copied,
+    ``BR`` a program: what backward reads must not move with the buffers. Running statistics that move have a row for
+    each segment. A segment without samples moves nothing and is not counted. Ghost batches share one row, which moves
+    later: :func:`move_ghosts`.
+    """
     if HAS_S and pid < sample_programs:
         per = R // sample_groups
         base = (pid // sample_groups) * R + (pid % sample_groups) * per
@@ -175,7 +188,7 @@ def pool_forward(
 
 @triton.jit
 def _samples(seg, N, ghost, GHOST: tl.constexpr):
-    """Among which samples those of a segment are: all, or just its own, ``ghost`` of them in a row."""
+    """The samples to search for those of a segment: all, or of a ghost batch its own, ``ghost`` of them in a row."""
     begin, end = seg * 0, seg * 0 + N
     if GHOST:
         begin = seg * ghost
@@ -188,7 +201,7 @@ def move_ghosts(
     pid, batch_mean, batch_var, members, running_mean, running_var, momentum, eps, R, s, batch_groups, batch_cells,
     RENORM: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Move the running statistics towards the average of the ghost batches, weighted by their samples."""
+    """Move the running statistics towards the average of the ghost batches, each weighted by its samples."""
     g = pid * B + tl.arange(0, B)
     ok = g < batch_groups
     a_sample = (R // batch_groups) * s
@@ -221,7 +234,7 @@ def move_ghosts(
 
 @triton.jit
 def _softmax(logits, K: tl.constexpr, P: tl.constexpr):
-    """Weight ``P`` of ``K`` logits; one where there is one pool."""
+    """The softmax of ``K`` logits at place ``P``; 1 where there is one pool."""
     if K == 1:
         w = 1.0
     else:
@@ -242,9 +255,9 @@ def _standard(
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Center and reciprocal deviation of rows ``(n, r)``, which broadcast against each other.
+    """Center and reciprocal standard deviation of rows ``(n, r)``, which broadcast against each other.
 
-    Centers are mixed as differences from one of them: their weights sum to one, and large means cancel exactly.
+    Centers are mixed as differences from one of them. Their weights sum to one, so large means cancel exactly.
     """
     var = tl.zeros_like(ok.to(tl.float32))
     if HAS_I:
@@ -277,14 +290,14 @@ def _standard(
 
 @triton.jit
 def second_affine(n, c, ok, weight2, bias2, label, C, SECOND: tl.constexpr):
-    """The second affine map of rows; one and zero where there is none."""
+    """The weight and bias of the second affine map; 1 and 0 where there is none."""
     w = tl.zeros_like(ok.to(tl.float32)) + 1.0
     b = w - 1.0
     if SECOND > 0:
         at = c
-        if SECOND == 2 or SECOND == 4:
+        if SECOND == TABLE or SECOND == SMALL_TABLE:
             at = tl.load(label + n).to(tl.int32) * C + c
-        elif SECOND == 3:
+        elif SECOND == PER_SAMPLE:
             at = n * C + c
         w = tl.load(weight2 + at, mask=ok, other=0.0).to(tl.float32)
         b = tl.load(bias2 + at, mask=ok, other=0.0).to(tl.float32)
@@ -309,7 +322,7 @@ def row_affine(
 
 @triton.jit
 def _correction(n, c, ok, renorm, segment, C, batch_cells, HAS_SEG: tl.constexpr):
-    """Batch renorm's ratio and move of rows, whose statistics are channels'."""
+    """Batch renorm's ratio and offset of rows. Its statistics are of channels."""
     at = c
     if HAS_SEG:
         at += tl.load(segment + n).to(tl.int32) * C
@@ -321,7 +334,7 @@ def _corrected_affine(
     n, c, ok, weight, bias, weight2, bias2, label, renorm, segment, C, batch_cells,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, HAS_SEG: tl.constexpr,
 ):  # fmt: skip
-    """The same after batch renorm's correction, where there is one."""
+    """The effective weight and bias of rows, with batch renorm's correction where there is one."""
     w, b = row_affine(n, c, ok, weight, bias, weight2, bias2, label, C, SHARED, SECOND)
     if RENORM:
         ratio, move = _correction(n, c, ok, renorm, segment, C, batch_cells, HAS_SEG)
@@ -338,7 +351,7 @@ def coefficients(
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, COUNT: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Center, scale and shift of every row, ``[3, N, R]``; one program counts the batch."""
+    """Center, scale and shift of every row, ``[3, N, R]``. COUNT: one program counts the batch."""
     q = pid * B + tl.arange(0, B)
     ok = q < rows
     safe = tl.minimum(q, rows - 1)
@@ -372,9 +385,10 @@ def pool_backward(
 ):  # fmt: skip
     """Sums over the pools of the gradients at center and variance, and the gradients of the parameters.
 
-    Programs of the pool within samples, a program a cell; of the pool over the batch; of blocks of channels, which
-    see all samples: affine maps and mixture weights; and of rows of a table of affine maps, a program for each sample
-    and block of channels, of which the first sample of a label sums for all of that label, or (SECOND 4) for each row.
+    The programs come in four groups. 1. The pool within samples: a program a statistic. 2. The pool over the batch.
+    3. Affine maps and mixture weights: a program sees all samples of a block of channels. 4. Rows of a table of affine
+    maps, for a block of channels. TABLE has a program for each sample, and the first sample with a label sums for all
+    samples with that label. SMALL_TABLE has a program for each row of the table.
     """
     if HAS_S and pid < sample_programs:
         per = R // sample_groups
@@ -503,7 +517,8 @@ def pool_backward(
                     at_center3 = tl.where(ok, -w * scale * s0, 0.0)
                     at_var3 = tl.where(ok, -0.5 * w * scale * scale * scale * s1, 0.0)
                     if HAS_I:
-                        # Weights sum to one and their gradients' mean cancels, so means count from the center.
+                        # Weights sum to one, and the mean of their gradients cancels. So means are taken relative to
+                        # the center.
                         mix_i += at_center3 * (tl.load(stats + at, mask=ok, other=0.0) - center)
                         var_i += at_var3 * tl.load(stats + rows + at, mask=ok, other=0.0)
                     if HAS_S:
@@ -519,9 +534,9 @@ def pool_backward(
             if SHARED:
                 sum_w += w2 * each_w
                 sum_b += w2 * each_b
-            if SECOND == 1 or SECOND == 3:
+            if SECOND == ONE_MAP or SECOND == PER_SAMPLE:
                 each_w2 = w1[None, :] * each_w + b1[None, :] * each_b
-                if SECOND == 3:
+                if SECOND == PER_SAMPLE:
                     at = nn[:, None] * C + cc[None, :]
                     tl.store(d_weight2 + at, each_w2.to(d_weight2.dtype.element_ty), mask=ok)
                     tl.store(d_bias2 + at, each_b.to(d_bias2.dtype.element_ty), mask=ok)
@@ -531,7 +546,7 @@ def pool_backward(
         if SHARED:
             tl.store(d_weight + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=col)
             tl.store(d_bias + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=col)
-        if SECOND == 1:
+        if SECOND == ONE_MAP:
             tl.store(d_weight2 + c, tl.sum(sum_w2, 0).to(d_weight2.dtype.element_ty), mask=col)
             tl.store(d_bias2 + c, tl.sum(sum_b2, 0).to(d_bias2.dtype.element_ty), mask=col)
         if K > 1:
@@ -544,14 +559,14 @@ def pool_backward(
             if HAS_B:
                 tl.store(d_logits + a * 2 * K + P_B, tl.sum(tl.sum(mix_b, 1), 0))
                 tl.store(d_logits + a * 2 * K + K + P_B, tl.sum(tl.sum(var_b, 1), 0))
-    if (SECOND == 2 or SECOND == 4) and pid >= first_affine + affine_programs:
+    if (SECOND == TABLE or SECOND == SMALL_TABLE) and pid >= first_affine + affine_programs:
         blocks = tl.cdiv(C, BC)
         own = (pid - first_affine - affine_programs) // blocks
         c = ((pid - first_affine - affine_programs) % blocks) * BC + tl.arange(0, BC)
         col = c < C
         cc = tl.minimum(c, C - 1)
         k = own.to(tl.int64)
-        if SECOND == 2:
+        if SECOND == TABLE:
             k = tl.load(label + own).to(tl.int64)
         w1 = tl.zeros((BC,), tl.float32) + 1.0
         b1 = w1 - 1.0
@@ -566,7 +581,7 @@ def pool_backward(
             n = n0 + i
             nn = tl.minimum(n, N - 1)
             mine = (n < N) & (tl.load(label + nn) == k)
-            if SECOND == 2:
+            if SECOND == TABLE:
                 before += (mine & (n < own)).to(tl.int32)
             ok = mine[:, None] & col[None, :]
             for p in range(parts):
@@ -595,14 +610,15 @@ def pool_backward(
 
 @triton.jit
 def _softmax_gradient(
-    parted, logits, out, programs, shift, K: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr
+    partials, logits, out, programs, shift, K: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr
 ):
-    """From ``[programs, 2, K]`` gradients of weights to those of the logits, ``shift`` 0 for means, K for variances."""
+    """From gradients of mixture weights, ``[programs, 2, K]``, to those of the logits. ``shift`` is 0 for means and K
+    for variances."""
     p, k = tl.arange(0, BP), tl.arange(0, BK)
     total = tl.zeros((BP, BK), tl.float32)
     for start in range(0, programs, BP):
         ok = (start + p < programs)[:, None] & (k < K)[None, :]
-        total += tl.load(parted + (start + p)[:, None] * 2 * K + shift + k[None, :], mask=ok, other=0.0)
+        total += tl.load(partials + (start + p)[:, None] * 2 * K + shift + k[None, :], mask=ok, other=0.0)
     g = tl.sum(total, 0)
     z = tl.load(logits + k, mask=k < K, other=float("-inf")).to(tl.float32)
     e = tl.exp(z - tl.max(z, 0))
@@ -619,7 +635,7 @@ def _row_gradient(
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
 ):  # fmt: skip
-    """``dx = scale * dy + offset + slope * (x - mean)`` of rows ``(n, r)``."""
+    """The coefficients of ``dx = scale * dy + offset + slope * (x - mean)``, of rows ``(n, r)``."""
     _, scale = _standard(
         n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
         R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
@@ -687,14 +703,14 @@ def _row_gradient(
 def coefficients_backward(
     pid, out, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
     weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
-    d_parted, d_mean_logits, d_var_logits, parted_programs,
+    d_partials, d_mean_logits, d_var_logits, partial_programs,
     C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
     B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """What makes ``dx = scale * dy + slope * (x - mean) + offset`` of every row, ``[4, N, R]``.
+    """The coefficients of ``dx = scale * dy + slope * (x - mean) + offset``, of every row, ``[4, N, R]``.
 
     One program finishes the gradients of the mixture weights.
     """
@@ -713,5 +729,5 @@ def coefficients_backward(
     tl.store(out + 2 * rows + q, mean, mask=ok)
     tl.store(out + 3 * rows + q, offset, mask=ok)
     if K > 1 and pid == 0:
-        _softmax_gradient(d_parted, mean_logits, d_mean_logits, parted_programs, 0, K, BK, 64)
-        _softmax_gradient(d_parted, var_logits, d_var_logits, parted_programs, K, K, BK, 64)
+        _softmax_gradient(d_partials, mean_logits, d_mean_logits, partial_programs, 0, K, BK, 64)
+        _softmax_gradient(d_partials, var_logits, d_var_logits, partial_programs, K, K, BK, 64)

@@ -1,8 +1,9 @@
 """Positional norm in Triton: a kernel a direction, and one that sums over the programs of backward.
 
-A program takes a block of a sample's positions, in backward ``per`` blocks one after the other, with all channels at
-once; where these are too many, the kernels in parts take them some at a time. Statistics are those of deviations from
-the mean, whose own mean is taken off once more: a large mean is rounded. Capitals are constexpr. Nothing uses atomics.
+A program takes a block of a sample's positions with all channels at once; in backward, ``per`` blocks one after the
+other. Where there are too many channels, the kernels ``..._in_parts`` take some at a time. A large mean is rounded, so
+the deviations from it have a small mean of their own, which is subtracted as well. Capitals are constexpr. Nothing uses
+atomics.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import triton.language as tl
 from .passes import activate, through_activation
 
 _SIZES = ["per", "chunks"]
-_PAIRS = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would add them one by one
+_PAIRS = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would add the elements one by one
 
 
 @triton.jit
 def _known(C, S, LAST: tl.constexpr, UNIT: tl.constexpr):
-    """Channels and positions. One is what lies between neighbours of the other, and a multiple of UNIT, which the
-    compiler must see to read as many elements at once."""
+    """Channels and positions. The compiler must see that the one that is a stride is a multiple of UNIT, to read as
+    many elements at once."""
     if LAST:
         C = C // UNIT * UNIT
     else:
@@ -32,7 +33,7 @@ def _begin(n, block, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constex
     """The first element of a block of sample ``n``."""
     n = n.to(tl.int64)
     if FAR:
-        block += n * 0  # which is wide
+        block += n * 0  # n is int64
     if LAST:
         return (n * S + block * BP) * C
     else:
@@ -41,7 +42,7 @@ def _begin(n, block, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constex
 
 @triton.jit
 def _within(c, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr):
-    """Where a tile ``[BP, BC]`` lies, from there. FAR: a sample is larger than what 32 bits count."""
+    """Where a tile ``[BP, BC]`` lies, relative to `_begin`. FAR: a sample has more elements than 32 bits count."""
     p = tl.arange(0, BP)
     if FAR:
         c = c.to(tl.int64)
@@ -68,7 +69,7 @@ def _add(a, b, c, d):
 
 @triton.jit
 def _sums(a, b):
-    """Over channels, of both at once: the threads of a program then wait for each other once."""
+    """Sums over channels, of both at once: the threads of a program then wait for each other once."""
     if _PAIRS:
         return tl.reduce((a, b), 1, _add)
     else:
@@ -76,23 +77,39 @@ def _sums(a, b):
 
 
 @triton.jit
-def _deviations(v, ok, C):
-    """All channels of some positions less their mean, and the sums of squares. What is not ``ok`` is not zero."""
-    d = tl.where(ok, v - (tl.sum(v, 1) / C)[:, None], 0.0)
-    off, squares = _sums(d, d * d)
-    off = off / C
-    return d - off[:, None], squares - C * off * off
+def _deviations(v, ok, C, CENTERED: tl.constexpr):
+    """All channels of some positions minus their mean, or not CENTERED as they are, and the sums of squares. Where not
+    ``ok``, values are not zero."""
+    if CENTERED:
+        d = tl.where(ok, v - (tl.sum(v, 1) / C)[:, None], 0.0)
+        off, squares = _sums(d, d * d)
+        off = off / C
+        d = d - off[:, None]
+        squares -= C * off * off
+    else:
+        d = tl.where(ok, v, 0.0)
+        squares = tl.sum(d * d, 1)
+    return d, squares
+
+
+@triton.jit
+def _input_gradient(g, h, r, over, along, C, CENTERED: tl.constexpr):
+    """From the gradient at the standardized values ``h``, its sum over channels, and that of its product with them."""
+    inner = g - h * (along / C)[:, None]
+    if CENTERED:
+        inner -= (over / C)[:, None]
+    return inner * r
 
 
 @triton.jit
 def _reciprocal(squares, p_ok, C, eps):
-    """Of the deviation; one beyond the last position, where without eps there is nothing to divide by."""
+    """The reciprocal standard deviation. It is 1 beyond the last position, where with eps zero it would be infinite."""
     return tl.rsqrt(tl.where(p_ok, squares / C + eps, 1.0))[:, None]
 
 
 @triton.jit
 def _affine(n, c, C, weight, bias, AFFINE: tl.constexpr, EACH: tl.constexpr):
-    """Weight and bias of channels; one and zero where there is none."""
+    """Weight and bias of channels; 1 and 0 where there is no affine map."""
     w = tl.zeros_like(c.to(tl.float32)) + 1.0
     b = w - 1.0
     at = c
@@ -120,7 +137,7 @@ def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.const
 def forward(
     x, y, residual, weight, bias, eps, leak, C, S, blocks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CENTERED: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
     C, S = _known(C, S, LAST, UNIT)
     n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -128,7 +145,7 @@ def forward(
     p_ok = block * BP + tl.arange(0, BP) < S
     ok = p_ok[:, None] & (c < C)[None, :]
     at = _begin(n, block, C, S, LAST, FAR, BP) + _within(c, C, S, LAST, FAR, BP)
-    d, squares = _deviations(_read(x, at, ok), ok, C)
+    d, squares = _deviations(_read(x, at, ok), ok, C, CENTERED)
     w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
     z = d * _reciprocal(squares, p_ok, C, eps) * w + b
     if RES:
@@ -138,13 +155,13 @@ def forward(
 
 @triton.jit(do_not_specialize=_SIZES)
 def backward(
-    dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
+    dy, x, dx, residual, d_inner, weight, bias, partials, eps, leak, C, S, per, chunks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CENTERED: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
-    """``dx``, the residual's gradient where an activation follows, and each program's share of the gradients of weight
-    and bias, ``parted [programs, 2, C]``."""
+    """``dx``, the residual's gradient if an activation follows, and each program's share of the gradients of weight and
+    bias, ``partials [programs, 2, C]``."""
     C, S = _known(C, S, LAST, UNIT)
     pid = tl.program_id(0)
     n = pid // chunks
@@ -158,39 +175,41 @@ def backward(
         p_ok = block * BP + tl.arange(0, BP) < S
         ok = p_ok[:, None] & (c < C)[None, :]
         at = _begin(n, block, C, S, LAST, FAR, BP) + within
-        d, squares = _deviations(_read(x, at, ok), ok, C)
+        d, squares = _deviations(_read(x, at, ok), ok, C, CENTERED)
         r = _reciprocal(squares, p_ok, C, eps)
         h = d * r
         g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
         if ACT > 0 and RES:
-            _write(inner, at, g, ok)
+            _write(d_inner, at, g, ok)
         if PARAMETERS:
             sum_w += g * h
             sum_b += g
         if INPUT:
             g = g * w
             over, along = _sums(g, g * h)
-            _write(dx, at, (g - (over / C)[:, None] - h * (along / C)[:, None]) * r, ok)
+            _write(dx, at, _input_gradient(g, h, r, over, along, C, CENTERED), ok)
     if PARAMETERS:
-        share = parted + pid.to(tl.int64) * 2 * C
+        share = partials + pid.to(tl.int64) * 2 * C
         tl.store(share + c, tl.sum(sum_w, 0), mask=c < C)
         tl.store(share + C + c, tl.sum(sum_b, 0), mask=c < C)
 
 
-# --- channels some at a time ------------------------------------------------------------------------------------------
+# --- some channels at a time ------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _statistics(
-    x, n, block, p_ok, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
-):
-    """Mean, what it was rounded by, and the sums of squares of some positions."""
+    x, n, block, p_ok, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    CENTERED: tl.constexpr,
+):  # fmt: skip
+    """The mean of some positions (zero if not CENTERED), its rounding error, and the sums of squared deviations."""
     begin = _begin(n, block, C, S, LAST, FAR, BP)
     total = tl.zeros((BP,), tl.float32)
-    for start in range(0, C, BC):
-        c = start + tl.arange(0, BC)
-        ok = p_ok[:, None] & (c < C)[None, :]
-        total += tl.sum(_read(x, begin + _within(c, C, S, LAST, FAR, BP), ok), 1)
+    if CENTERED:
+        for start in range(0, C, BC):
+            c = start + tl.arange(0, BC)
+            ok = p_ok[:, None] & (c < C)[None, :]
+            total += tl.sum(_read(x, begin + _within(c, C, S, LAST, FAR, BP), ok), 1)
     mean = total / C
     off = tl.zeros((BP,), tl.float32)
     squares = tl.zeros((BP,), tl.float32)
@@ -198,7 +217,8 @@ def _statistics(
         c = start + tl.arange(0, BC)
         ok = p_ok[:, None] & (c < C)[None, :]
         d = tl.where(ok, _read(x, begin + _within(c, C, S, LAST, FAR, BP), ok) - mean[:, None], 0.0)
-        off += tl.sum(d, 1)
+        if CENTERED:
+            off += tl.sum(d, 1)
         squares += tl.sum(d * d, 1)
     off = off / C
     return mean[:, None], off[:, None], squares - C * off * off
@@ -208,13 +228,13 @@ def _statistics(
 def forward_in_parts(
     x, y, residual, weight, bias, eps, leak, C, S, blocks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CENTERED: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
     C, S = _known(C, S, LAST, UNIT)
     n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     p_ok = block * BP + tl.arange(0, BP) < S
     begin = _begin(n, block, C, S, LAST, FAR, BP)
-    mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC)
+    mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC, CENTERED)
     r = _reciprocal(squares, p_ok, C, eps)
     for start in range(0, C, BC):
         c = start + tl.arange(0, BC)
@@ -229,20 +249,20 @@ def forward_in_parts(
 
 @triton.jit(do_not_specialize=_SIZES)
 def backward_in_parts(
-    dy, x, dx, residual, inner, weight, bias, parted, eps, leak, C, S, per, chunks,
+    dy, x, dx, residual, d_inner, weight, bias, partials, eps, leak, C, S, per, chunks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-    AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    CENTERED: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
 ):  # fmt: skip
     C, S = _known(C, S, LAST, UNIT)
     pid = tl.program_id(0)
     n = pid // chunks
     first = (pid % chunks) * per
-    share = parted + pid.to(tl.int64) * 2 * C
+    share = partials + pid.to(tl.int64) * 2 * C
     for block in range(first, tl.minimum(first + per, tl.cdiv(S, BP))):
         p_ok = block * BP + tl.arange(0, BP) < S
         begin = _begin(n, block, C, S, LAST, FAR, BP)
-        mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC)
+        mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC, CENTERED)
         r = _reciprocal(squares, p_ok, C, eps)
         over = tl.zeros((BP,), tl.float32)
         along = tl.zeros((BP,), tl.float32)
@@ -254,7 +274,7 @@ def backward_in_parts(
             w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
             g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
             if ACT > 0 and RES:
-                _write(inner, at, g, ok)
+                _write(d_inner, at, g, ok)
             if PARAMETERS:
                 more = (c < C) & (c * 0 + block > first)
                 block_w = tl.load(share + c, mask=more, other=0.0) + tl.sum(g * h, 0)
@@ -273,12 +293,13 @@ def backward_in_parts(
                 h = (_read(x, at, ok) - mean - off) * r
                 w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
                 g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES) * w
-                _write(dx, at, (g - (over / C)[:, None] - h * (along / C)[:, None]) * r, ok)
+                _write(dx, at, _input_gradient(g, h, r, over, along, C, CENTERED), ok)
 
 
 @triton.jit(do_not_specialize=["shares"])
-def join(parted, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr):
-    """The gradients of weight and bias, of all samples or of each, from ``parted [samples, shares, 2, C]``."""
+def join(partials, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr):
+    """The gradients of weight and bias from ``partials [samples, shares, 2, C]``. ``samples`` is 1 where all samples
+    share one map."""
     blocks = tl.cdiv(C, BC)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     c = (tl.program_id(0) % blocks) * BC + tl.arange(0, BC)
@@ -288,7 +309,7 @@ def join(parted, d_weight, d_bias, C, shares, BP: tl.constexpr, BC: tl.constexpr
     for start in range(0, shares, BP):
         ok = (start + k < shares)[:, None] & (c < C)[None, :]
         at = ((n * shares + start + k) * 2 * C)[:, None] + c[None, :]
-        sum_w += tl.load(parted + at, mask=ok, other=0.0)
-        sum_b += tl.load(parted + C + at, mask=ok, other=0.0)
+        sum_w += tl.load(partials + at, mask=ok, other=0.0)
+        sum_b += tl.load(partials + C + at, mask=ok, other=0.0)
     tl.store(d_weight + n * C + c, tl.sum(sum_w, 0).to(d_weight.dtype.element_ty), mask=c < C)
     tl.store(d_bias + n * C + c, tl.sum(sum_b, 0).to(d_bias.dtype.element_ty), mask=c < C)

@@ -1,4 +1,4 @@
-"""SparsestMax and its derivative in Triton, as :mod:`normlab.sparse` has them in torch operators."""
+"""SparsestMax and its derivative in Triton. :mod:`normlab.statistics.sparsestmax` has them in torch operators."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ def sparsest(
     point, radius, out, slopes, points, TINY: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     LOG: tl.constexpr,
 ):  # fmt: skip
-    """``out [points, K]``, or its logarithm, and the derivative, ``slopes [points, K, K]``. TINY: squared distance."""
+    """``out [points, K]``, or its logarithm, and the derivative, ``slopes [points, K, K]``.
+
+    Squared distances up to TINY count as zero.
+    """
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     ok = (n < points)[:, None] & (k < K)[None, :]
     at = n[:, None] * K + k[None, :]
     z = tl.load(point + at, mask=ok, other=0.0)
     r = tl.load(radius) + tl.zeros((BN, 1), tl.float32)
-    # What is no number would be lost in comparisons: it is put back at the end.
+    # Comparisons would lose NaN and infinity, so they are put back at the end.
     finite = (tl.abs(z) < float("inf")) & (tl.abs(r) < float("inf"))
     lost = tl.min(finite.to(tl.int32), 1)[:, None] == 0
     z, r = tl.where(finite, z, 0.0), tl.where(r > 0.0, r, 0.0)
@@ -28,7 +31,7 @@ def sparsest(
     centre = z
     decided = r < 0.0
     for step in tl.static_range(K):
-        # Sparsemax: who is inside, by the sum of all that are as large.
+        # Sparsemax: which entries stay above zero, by the sum of all that are at least as large.
         larger = (z[:, None, :] >= z[:, :, None]) & ok[:, None, :]
         count = tl.sum(larger.to(tl.float32), 2)
         total = tl.sum(tl.where(larger, z[:, None, :], 0.0), 2)
@@ -65,5 +68,5 @@ def sparsest(
     result = tl.where(lost, float("nan"), result)
     slope = tl.where(lost[:, :, None], float("nan"), slope)
     tl.store(out + at, result, mask=ok)
-    into = at[:, :, None] * K + k[None, None, :]
-    tl.store(slopes + into, slope, mask=ok[:, :, None] & (k < K)[None, None, :])
+    to = at[:, :, None] * K + k[None, None, :]
+    tl.store(slopes + to, slope, mask=ok[:, :, None] & (k < K)[None, None, :])

@@ -1,7 +1,7 @@
-"""Rows that are cut anywhere, in Triton: the passes over ``x``, and sums over runs of rows.
+"""Rows of different lengths, in Triton: the passes over ``x``, and sums over runs of rows.
 
-That is batch group norm whose groups neither are whole channels nor divide them. A sample is ``D`` elements in a row,
-and ``ends [R]`` says where each of its rows ends. In the passes a program takes a row. Nothing uses atomics.
+Batch group norm has such rows where its groups neither are whole channels nor divide them. A sample is ``D`` elements
+in a line, and ``ends [R]`` says where each of its rows ends. In the passes a program takes a row. Nothing uses atomics.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _row(ends, R, D):
-    """Which row this program has, where its sample begins, and where in it the row begins and ends."""
+    """The row of this program, where its sample begins, and where in the sample the row begins and ends."""
     row = tl.program_id(0)
     r = row % R
     begin = tl.load(ends + r - 1, mask=r > 0, other=0)
@@ -20,7 +20,7 @@ def _row(ends, R, D):
 
 
 @triton.jit
-def cut_moments(x, stats, ends, R, D, rows, BLOCK: tl.constexpr):
+def uneven_moments(x, stats, ends, R, D, rows, BLOCK: tl.constexpr):
     """Mean and biased variance of each row, ``[2, rows]``, about a first mean."""
     row, sample, begin, end = _row(ends, R, D)
     x += sample
@@ -44,7 +44,7 @@ def cut_moments(x, stats, ends, R, D, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cut_apply(x, y, coef, ends, R, D, rows, BLOCK: tl.constexpr):
+def uneven_apply(x, y, coef, ends, R, D, rows, BLOCK: tl.constexpr):
     """``(x - center) * scale + shift`` with coefficients ``[3, rows]``."""
     row, sample, begin, end = _row(ends, R, D)
     center, scale = tl.load(coef + row), tl.load(coef + rows + row)
@@ -56,7 +56,7 @@ def cut_apply(x, y, coef, ends, R, D, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cut_sums(dy, x, out, center, ends, R, D, rows, BLOCK: tl.constexpr):
+def uneven_sums(dy, x, out, center, ends, R, D, rows, BLOCK: tl.constexpr):
     """The sums of ``dy`` and of ``dy * (x - center)`` of each row, ``[2, rows]``."""
     row, sample, begin, end = _row(ends, R, D)
     about = tl.load(center + row)
@@ -72,7 +72,7 @@ def cut_sums(dy, x, out, center, ends, R, D, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cut_gradient(dy, x, dx, coef, ends, R, D, rows, BLOCK: tl.constexpr):
+def uneven_gradient(dy, x, dx, coef, ends, R, D, rows, BLOCK: tl.constexpr):
     """``scale * dy + slope * (x - mean) + offset``, with coefficients ``[4, rows]`` in this order."""
     row, sample, begin, end = _row(ends, R, D)
     scale, slope = tl.load(coef + row), tl.load(coef + rows + row)
@@ -85,8 +85,8 @@ def cut_gradient(dy, x, dx, coef, ends, R, D, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cut_total(t, out, firsts, N, R, G, BATCH: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr):
-    """Sums over runs of the rows, which begin at ``firsts``, of ``t [N, R]``: each sample's, ``[N, G]``, or all's."""
+def uneven_total(t, out, firsts, N, R, G, BATCH: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr):
+    """Sums of ``t [N, R]`` over runs of rows, which begin at ``firsts``: ``[N, G]``, or ``[G]`` if BATCH."""
     cell = tl.program_id(0)
     begin, end = tl.load(firsts + cell % G), tl.load(firsts + cell % G + 1)
     first, many = cell // G, 1

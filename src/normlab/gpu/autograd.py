@@ -1,0 +1,253 @@
+"""The autograd function of whole normalizers: it allocates, launches the kernels and remembers what backward needs.
+
+The closed family, mode norm and positional norm share it. They differ in their launch plan, and in the rule that double
+backward differentiates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..engine.contract import Rule
+from ..engine.expression import differentiate, plain, wants_plain
+from ..engine.rows import Rows
+from ..statistics.activation import ACTIVATIONS, LEAK, activate
+from ..statistics.affine import Affine
+from ..statistics.positional import OfPositions
+from .host import describe, library
+from .launch import addresses
+from .launch_plans import LaunchPlan, LaunchPlans
+from .shapes import in_layout, in_layout_of
+from .tiles import ceil
+
+__all__ = ["NO_BOUNDS", "NoGradInputs", "RuleOf", "backward_in_python", "for_kernels", "run"]
+
+
+# Batch renorm's schedule as the kernels take it, for layers without one, and the slope of leaky relu.
+NO_BOUNDS = (1.0, 0.0, 0.0, 1.0, 1.0, LEAK)
+
+
+class NoGradInputs(NamedTuple):
+    """The inputs of a call that get no gradient."""
+
+    segment: Tensor | None  # [N]
+    running_mean: Tensor | None  # what normalizes, or moves: [branches, G], or [G]
+    running_var: Tensor | None
+    batches: Tensor | None
+    numbers: tuple[float, ...]  # momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak
+    branch: int = 0  # whose running statistics
+
+
+# Makes the rule as it was in forward, for double backward, from the launch plan, what forward kept and the inputs.
+RuleOf: TypeAlias = Callable[[Any, Tensor, NoGradInputs], Rule | OfPositions]
+
+
+def run(
+    x: Tensor,  # dense
+    plans: LaunchPlans,
+    no_grad_inputs: NoGradInputs,
+    rule_of: RuleOf,
+    rows: Rows,
+    affine: Affine,
+    logits: tuple[Tensor, ...],  # of means and of variances; of mode norm, the weight and bias of its gates
+    residual: Tensor | None,
+    returned: list[tuple[LaunchPlan, Tensor]] | None = None,  # receives the plan and what forward kept
+    entry: Any = None,  # of the compiled host path, which learns this call
+) -> Tensor:
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(x.device):
+            return run(x, plans, no_grad_inputs, rule_of, rows, affine, logits, residual, returned, entry)
+    mean_logits, var_logits = logits if logits else (None, None)
+    learned = (affine.weight, affine.bias, affine.weight2, affine.bias2, mean_logits, var_logits)
+    return _Normalize.apply(
+        x, residual, *(for_kernels(t, x) for t in learned),
+        plans, no_grad_inputs, rule_of, rows, affine.label, returned, entry,
+    )  # fmt: skip
+
+
+def for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
+    """``t`` contiguous, as kernels read it."""
+    if t is not None and t.device != x.device:
+        raise ValueError(
+            f"the input is on {x.device} and a parameter of the layer on {t.device}; call layer.to({str(x.device)!r})"
+        )
+    return t if t is None or t.is_contiguous() else t.contiguous()
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        weight2: Tensor | None,
+        bias2: Tensor | None,
+        mean_logits: Tensor | None,
+        var_logits: Tensor | None,
+        plans: LaunchPlans,
+        no_grad_inputs: NoGradInputs,
+        rule_of: RuleOf,
+        rows: Rows,
+        label: Tensor | None,
+        returned: list[tuple[LaunchPlan, Tensor]] | None,
+        entry: Any,
+    ) -> Tensor:
+        residual_like_x = (
+            None if residual is None else in_layout_of(residual, x, plans.config.shape.channels_last)
+        )
+        segment, mean, var, batches, numbers, branch = no_grad_inputs
+        if mean is None:
+            branch = 0  # this batch normalizes, and nothing moves
+        if branch and not x.is_cuda:
+            assert mean is not None and var is not None and batches is not None
+            mean, var, batches = mean[branch], var[branch], batches[branch]
+        tensors = (
+            x, residual_like_x, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits, mean, var,
+            batches,
+        )  # fmt: skip
+        pointers = addresses(tensors)
+        if branch and x.is_cuda:  # cheaper than views of the branch
+            assert mean is not None and var is not None
+            row = branch * mean.shape[1]
+            pointers[10] += row * mean.itemsize
+            pointers[11] += row * var.itemsize
+            pointers[12] += branch * 8
+        dtype = x.dtype
+        plan = plans.plan_for(tuple([dtype if t is None else t.dtype for t in tensors]), pointers)
+        y = torch.empty_like(x)
+        work = torch.empty(plan.forward_floats, dtype=torch.float32, device=x.device)
+        partials = work
+        if plan.partial_floats:
+            partials = torch.empty(plan.partial_floats, dtype=torch.float32, device=x.device)
+        tensors = (x, y, residual_like_x, work, partials, *tensors[2:])
+        if pointers:
+            pointers = [
+                pointers[0], y.data_ptr(), pointers[1], work.data_ptr(), partials.data_ptr(), *pointers[2:]
+            ]  # fmt: skip
+        if not plan.meet:
+            tensors, pointers = (*tensors, work), [*pointers, *pointers[3:4]]
+        for launch in plan.forward:
+            launch(tensors, pointers, numbers)
+        if returned is not None:
+            returned.append((plan, work))
+        if entry is not None:
+            stored = (no_grad_inputs.running_mean, no_grad_inputs.running_var, no_grad_inputs.batches)
+            describe.learn(
+                entry, plan,
+                (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, *stored),
+            )  # fmt: skip
+        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
+        ctx.plan, ctx.work, ctx.rest = plan, work, ((rule_of, rows), no_grad_inputs, label)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        rule_and_rows, no_grad_inputs, label = ctx.rest
+        needs = ctx.needs_input_grad[:8]
+        found = _backward(
+            ctx.plan, rule_and_rows, no_grad_inputs, label, ctx.work, ctx.saved_tensors, needs, dy
+        )
+        return (*found, *(None,) * 7)
+
+
+def backward_in_python(
+    plan: LaunchPlan, rule_and_rows: tuple[RuleOf, Rows], numbers: tuple[float, ...], segment: Tensor | None,
+    label: Tensor | None, work: Tensor, values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The compiled host path calls this to record a graph through backward, and to have kernels compiled."""
+    no_grad_inputs = NoGradInputs(segment, None, None, None, numbers)
+    return _backward(plan, rule_and_rows, no_grad_inputs, label, work, values, needs, dy)
+
+
+library.set_fallback(backward_in_python)
+
+
+def _backward(
+    plan: LaunchPlan, rule_and_rows: tuple[RuleOf, Rows], no_grad_inputs: NoGradInputs, label: Tensor | None,
+    work: Tensor, values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of ``values``: x, the residual, two affine maps and the logits."""
+    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = values
+    assert x is not None
+    if wants_plain(dy):
+        rule_of, rows = rule_and_rows
+        rule = rule_of(plan, work, no_grad_inputs)
+        return _differentiate_again(
+            rule, rows, plan.config.act, no_grad_inputs.numbers[7], label, values, needs, dy
+        )
+    config, shape = plan.config, plan.shape
+    x = in_layout(x, shape.channels_last)
+    dy = in_layout_of(dy, x, shape.channels_last)
+    if x.is_cuda and dy.data_ptr() & 15:
+        dy = dy.clone(memory_format=torch.preserve_format)
+    which, launches = describe.BACKWARD, plan.backward
+    if not needs[0]:
+        which, launches = describe.OF_PARAMETERS, plan.backward_of_parameters
+    elif not plan.reads and not (config.act and config.residual) and not any(needs[2:]):
+        which, launches = describe.OF_X, plan.backward_of_x
+    d_weight = d_bias = d_weight2 = d_bias2 = d_mean = d_var = None
+    if weight is not None:
+        assert bias is not None
+        d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
+    if (
+        weight2 is not None and label is not None
+    ):  # rows of the table that no sample chose have a zero gradient
+        room = ceil(weight2.numel(), 16) * 16  # kernels expect both to begin at a multiple of 16 bytes
+        both = weight2.new_zeros(2 * room)
+        d_weight2, d_bias2 = (both.as_strided(weight2.shape, weight2.stride(), k) for k in (0, room))
+    elif weight2 is not None:
+        assert bias2 is not None
+        d_weight2, d_bias2 = torch.empty_like(weight2), torch.empty_like(bias2)
+    if mean_logits is not None:
+        assert var_logits is not None
+        d_mean, d_var = torch.empty_like(mean_logits), torch.empty_like(var_logits)
+    dx = torch.empty_like(x) if needs[0] else None
+    # The residual's gradient is the gradient before the activation; without an activation, it is dy.
+    d_inner = torch.empty_like(x) if config.residual and config.act else None
+    residual_like_x = None if residual is None else in_layout_of(residual, x, shape.channels_last)
+    back = torch.empty(plan.backward_floats, dtype=torch.float32, device=x.device)
+    partials = back
+    if plan.partial_floats:
+        partials = torch.empty(plan.partial_floats, dtype=torch.float32, device=x.device)
+    tensors = (
+        dy, x, dx, residual_like_x, d_inner, work, back, partials, weight, bias, weight2, bias2,
+        no_grad_inputs.segment, label, mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var,
+    )  # fmt: skip
+    if not plan.meet:
+        tensors = (*tensors, work)
+    pointers, numbers = addresses(tensors), (no_grad_inputs.numbers[1], no_grad_inputs.numbers[7])
+    for launch in launches:
+        launch(tensors, pointers, numbers)
+    if plan.compiled:
+        describe.learn_launches(plan, which, launches)
+    d_residual = None
+    if config.residual and needs[1]:
+        d_residual = dy if d_inner is None else d_inner
+    return (dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var)
+
+
+def _differentiate_again(
+    rule: Rule | OfPositions, rows: Rows, act: int, leak: float, label: Tensor | None,
+    values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the plain expression: differentiated again, or taken for several ``dy`` at once."""
+    name = next(n for n, k in ACTIVATIONS.items() if k == act)
+
+    def expression(*values: Tensor | None) -> Tensor:
+        x, residual, weight, bias, weight2, bias2, *logits = values
+        assert x is not None
+        both = Affine(weight, bias, weight2, bias2, label).composed()
+        with torch.autocast(x.device.type, enabled=False):  # the gates of mode norm are a matrix product
+            if isinstance(rule, OfPositions):
+                y = rule(x, *both)
+            else:
+                y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
+        return activate(y if residual is None else y + residual, name, leak)
+
+    return differentiate(expression, values, needs, dy)

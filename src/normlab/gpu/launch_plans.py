@@ -1,0 +1,86 @@
+"""Launch plans: the sizes and the launches of a whole normalizer, worked out once for each configuration.
+
+Configurations are named tuples: a :class:`normlab.gpu.shapes.Shape` and all options that kernels are compiled for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..engine.backends import one_launch
+from .launch import DIRECT, Launch
+from .shapes import Shape
+
+__all__ = ["LaunchPlan", "LaunchPlans", "fits_one_launch", "launches_of"]
+
+
+# Elements of x up to which one launch does everything. Larger inputs are bound by the device, and a pass is faster with
+# as many programs as it likes.
+WHOLE = 1 << 24
+
+
+class LaunchPlan:
+    """What a whole normalizer allocates and launches."""
+
+    config: Any
+    shape: Shape
+    forward_floats = 1  # room for what forward keeps for backward, float32
+    backward_floats: int
+    partial_floats = 0  # room for what passes leave for the splits of rows
+    meet = False  # one launch a direction, whose programs wait for each other
+    reads = False  # whether some statistic depends on x
+    forward: list[Launch]
+    backward: list[Launch]
+    backward_of_x: list[Launch]  # where no other gradient is wanted
+    backward_of_parameters: list[Launch]  # where dx is not wanted
+    # The same plan for the compiled host path, once Python has run it; False where that path cannot serve it.
+    compiled: Any = None
+
+
+def fits_one_launch(shape: Shape) -> bool:
+    return DIRECT and one_launch() and shape.rows * shape.s <= WHOLE
+
+
+class LaunchPlans:
+    """The launch plans of a configuration, one for each combination of types and alignments of the tensors.
+
+    Triton compiles a kernel for the dtype of each tensor, and for whether its address is a multiple of 16.
+    """
+
+    __slots__ = ("_make", "_plans", "config")
+
+    def __init__(self, config: Any, make: Callable[[Any], LaunchPlan]) -> None:
+        self.config, self._make = config, make
+        self._plans: dict[Any, LaunchPlan] = {}
+
+    def plan_for(self, types: tuple[torch.dtype, ...], pointers: Sequence[int]) -> LaunchPlan:
+        key = (types, tuple([p & 15 == 0 for p in pointers]), one_launch())
+        found = self._plans.get(key)
+        if found is None:
+            found = self._plans[key] = self._make(self.config)
+        return found
+
+
+def launches_of(
+    kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...], plan: LaunchPlan, takes: Any = None,
+    single: dict[int, Launch] | None = None,
+) -> list[Launch]:  # fmt: skip
+    """One launch whose programs meet between passes, or one for each pass.
+
+    ``programs`` has the number of programs of each pass; a pass with none is left out. ``single`` has launches that
+    replace passes of the kernel, by the number of the pass.
+    """
+    wanted = [k for k, p in enumerate(programs) if p]
+    device = plan.shape.device
+    if plan.meet:
+        first, stop = wanted[0], wanted[-1] + 1
+        return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, True, takes)]
+    return [
+        found
+        if single is not None and (found := single.get(k)) is not None
+        else Launch(kernel, programs[k], (*fixed, k, k + 1, False), device, False, takes)
+        for k in wanted
+    ]

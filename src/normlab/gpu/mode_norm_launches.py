@@ -1,0 +1,92 @@
+"""Sizes and launches of mode norm."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from .kernels import mode_norm as mode_norm_kernels
+from .launch_plans import LaunchPlan, LaunchPlans, fits_one_launch, launches_of
+from .shapes import Shape
+from .single_passes import passes_of_x
+from .tiles import BLOCK, JOINED, PASSES, ceil, power, tiles
+
+__all__ = ["ModeNormConfig", "ModeNormPlan", "plans_for"]
+
+
+# The tensors and numbers of a call that the kernels take. The weight and bias of the gates stand where mixtures have
+# their logits, and there are no segments and labels.
+_FORWARD = ((*range(9), *range(11, 17)), (0, 1, 7))
+_BACKWARD = ((*range(12), 14, *range(16, 23)), (0, 1))
+
+_COLUMNS = 16  # channels a program that goes over all samples
+_SAMPLES = 64  # samples that it looks at together
+_TILE = 1024  # modes times channels that a program of one sample looks at together
+
+
+class ModeNormConfig(NamedTuple):
+    """What the kernels of mode norm are compiled for and sized by."""
+
+    shape: Shape
+    modes: int
+    live: bool  # statistics of this batch
+    update: bool  # running statistics move
+    shared: bool  # there is a first affine map
+    second: int  # the second affine map: NO_MAP, ONE_MAP or PER_SAMPLE of normlab.statistics.affine
+    act: int
+    residual: bool
+
+
+class ModeNormPlan(LaunchPlan):
+    reads = True
+
+    def __init__(self, config: ModeNormConfig) -> None:
+        shape, k = config.shape, config.modes
+        n, c, rows = shape.n, shape.c, shape.rows
+        self.config, self.shape = config, shape
+        self.forward_floats = 5 * rows + n * k + 2 * k * c + k
+        self.backward_floats = 6 * rows + 2 * k * c + n * k
+        moments, summing, writing = (tiles(shape, name) for name in PASSES)
+        self.partial_floats = summing.splits * 2 * rows if summing.splits > 1 else 0
+        sizes = (
+            n, c, rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits, shape.unit
+        )  # fmt: skip
+        whole_rows = not shape.channels_last and moments.second >= shape.s
+        width = power(k)
+        blocks = (min(power(n), _SAMPLES), _COLUMNS, min(power(c), max(16, _TILE // width)), BLOCK, k, width)
+        flags = (config.shared, config.second, config.act, config.residual)
+        by_channels = ceil(c, _COLUMNS)
+        self.meet = fits_one_launch(shape)
+        forward_programs = (
+            summing.programs, ceil(rows, JOINED) if self.partial_floats else 0, n, by_channels, writing.programs
+        )  # fmt: skip
+        backward_programs = (
+            summing.programs, ceil(2 * rows, JOINED) if self.partial_floats else 0, by_channels, n, by_channels,
+            writing.programs,
+        )  # fmt: skip
+        forward = (
+            *sizes,
+            *moments[:2],
+            *writing[:2],
+            whole_rows,
+            *blocks,
+            config.live,
+            config.update,
+            *flags,
+        )
+        backward = (*sizes, *summing[:2], *writing[:2], *blocks, config.live, *flags)
+        single = None if self.meet else passes_of_x(shape, config.act, config.residual)
+        ahead = single and {0: single.moments, 1: single.join_moments, 4: single.apply}
+        after = single and {0: single.sums, 1: single.join_sums, 5: single.gradient}
+        self.forward = launches_of(
+            mode_norm_kernels.forward, forward_programs, forward, self, _FORWARD, ahead
+        )
+        self.backward, self.backward_of_parameters = (
+            launches_of(mode_norm_kernels.backward, programs, backward, self, _BACKWARD, after)
+            for programs in (backward_programs, (*backward_programs[:5], 0))
+        )
+
+
+@lru_cache(maxsize=4096)
+def plans_for(config: ModeNormConfig) -> LaunchPlans:
+    return LaunchPlans(config, ModeNormPlan)
