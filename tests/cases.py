@@ -558,7 +558,7 @@ class Case:
     flat: bool = True  # whether [N, C] is legal
     smooth: bool = True  # whether the training gradient is that of a function (renorm stops it)
     adopts: bool = False  # whether a torch batch norm checkpoint loads strictly and computes the same
-    compares: bool = False  # whether a value decides something after it was rounded
+    compares: bool = False  # whether it ends with a learned threshold in place of an activation
     copies: int = 1  # what is kept for backward, relative to other rows: modes keep values for each mode
 
     @property

@@ -28,6 +28,8 @@ from .model.scopes import frozen, guarded, no_update, with_batch_statistics
 from .model.sync import sync, unsync
 from .model.targets import TARGETS
 from .statistics.base import Statistics
+from .statistics.filter_response import FilterResponse
+from .statistics.global_response import GlobalResponse
 from .statistics.kalman import Kalman, predict
 from .statistics.mixture import Mixture
 from .statistics.modes import Modes
@@ -35,6 +37,7 @@ from .statistics.pools import Pool
 from .statistics.positional import Positional
 from .statistics.registry import NORMALIZERS, register
 from .statistics.renorm import Renorm
+from .statistics.root_mean_square import RootMeanSquare
 from .statistics.single import Single
 
 try:
@@ -46,6 +49,8 @@ __all__ = [
     "NORMALIZERS",
     "TARGETS",
     "Coefficients",
+    "FilterResponse",
+    "GlobalResponse",
     "Kalman",
     "Mixture",
     "Modes",
@@ -54,6 +59,7 @@ __all__ = [
     "Positional",
     "Renorm",
     "Report",
+    "RootMeanSquare",
     "Single",
     "Statistics",
     "StyleMoments",

@@ -277,7 +277,8 @@ class _Alive(TorchDispatchMode):
 KEPT = 48
 
 
-@every
+# A threshold keeps a byte for each value, and compares values that were rounded.
+@pytest.mark.parametrize("case", where(compares=False), ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels-last"])
 def test_what_is_kept_for_backward(case: Case, dtype: torch.dtype, last: bool):

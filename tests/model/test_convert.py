@@ -53,6 +53,7 @@ SAME_FUNCTION: dict[str, dict[str, Any]] = {
     "batch_renorm": {},
 }
 KEPT = ("sandwich", "auxiliary", "batch_group", "switchable", "mode")
+IMAGES = [name for name in TARGETS if not name.endswith("_last")]  # the targets for channels that come second
 OPTIONS = {name: SAME_FUNCTION.get(name, {}) for name in TARGETS}
 
 
@@ -126,7 +127,7 @@ def on_meta(name: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
         return builder(**options)
 
 
-@pytest.mark.parametrize(("name", "to"), list(zip(MODELS, cycle(TARGETS), strict=False)))
+@pytest.mark.parametrize(("name", "to"), list(zip(MODELS, cycle(IMAGES), strict=False)))
 def test_structure_of_every_torchvision_model(name, to, monkeypatch):
     model = on_meta(name, monkeypatch)
     before = dict(model.named_modules())
@@ -251,7 +252,7 @@ def test_outputs_of_timm_models(name):
 # --- what a conversion starts from and leads to -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("to", IMAGES)
 def test_a_converted_network_trains(to):
     run = image(48, dtype=torch.float32)
     with torch.no_grad():
@@ -583,7 +584,7 @@ def test_what_is_not_known_is_skipped_with_its_reason():
     spectral = spectral_norm(nn.Linear(4, 4))
     model: Any = nn.ModuleDict(
         {
-            "own": Own(4), "lazy": nn.LazyBatchNorm2d(), "last": nn.LayerNorm(4), "local": nn.LocalResponseNorm(2),
+            "own": Own(4), "lazy": nn.LazyBatchNorm2d(), "last": nn.LayerNorm((4, 4)), "local": nn.LocalResponseNorm(2),
             "changed": changed, "act": LayerNormAct(4), "spectral": spectral, "rms": nn.RMSNorm(4),
         }
     )  # fmt: skip
@@ -598,7 +599,7 @@ def test_what_is_not_known_is_skipped_with_its_reason():
     assert set(reasons) == {"own", "lazy", "last", "local", "changed", "act", "rms"}
     assert "may do more" in reasons["own"]
     assert "not initialized" in reasons["lazy"]
-    assert "last axes" in reasons["last"]
+    assert "last 2 axes" in reasons["last"]
     assert "mask" in reasons["changed"]
     assert all(m is before[n] for n, m in model.named_modules() if n in before and n)
 
@@ -794,12 +795,12 @@ def test_what_was_replaced_is_out_of_sight_and_survives_a_file():
 
 
 def test_the_report_is_for_people(capsys):
-    model: Any = nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(6)), nn.LayerNorm(4))
+    model: Any = nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(6)), nn.LayerNorm((4, 4)))
     convert(model, "switchable", verbose=True)
     assert capsys.readouterr().out == (
         "Sequential converted to switchable\n"
         "    6 x BatchNorm2d -> SwitchNorm2d, same function (0, 1, 2 and 3 more)\n"
-        "    1 x LayerNorm stays: normalizes the last axes, which are not channels of [N, C, *S] (6)\n"
+        "    1 x LayerNorm stays: normalizes the last 2 axes together, with a weight for each value (6)\n"
         "  note: the mixture starts on one pool and leaves it slowly; keep=False starts from equal weights\n"
     )
 

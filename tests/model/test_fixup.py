@@ -150,8 +150,8 @@ def test_mistakes_are_told_in_sentences():
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1)))
     with pytest.raises(ValueError, match="at least two convolutions"):
         fixup(model, [model[0]])
-    with pytest.raises(ValueError, match=r"1 cannot be taken out.*last axes"):
-        fixup(nn.Sequential(block := Own(4), nn.LayerNorm(4)), [block])
+    with pytest.raises(ValueError, match=r"1 cannot be taken out.*last 2 axes"):
+        fixup(nn.Sequential(block := Own(4), nn.LayerNorm((4, 4))), [block])
 
 
 def test_it_trains_on_digits():

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import normlab
-from cases import CASES, Case
+from cases import Case, where
 
 ACTS = {"relu": F.relu, "leaky_relu": F.leaky_relu, "silu": F.silu}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", where(compares=False), ids=lambda case: case.id)
 def test_a_layer_with_an_activation_is_the_layer_and_the_activation(case: Case):
     x = case.input()
     given = case.give(x)

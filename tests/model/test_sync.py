@@ -371,7 +371,7 @@ def test_torch_distributed_must_be_initialized():
     [
         (normlab.BatchNorm2d(6, ghost=2), r"BatchNorm2d .*batch/ghost=2.*build it without ghost"),
         (normlab.SwitchNorm2d(6, ghost=2), r"SwitchNorm2d .*ghost=2.*without ghost"),
-        (normlab.KalmanNorm2d(6), "KalmanNorm predicts from local samples"),
+        (normlab.KalmanNorm2d(6), "KalmanNorm2d predicts from local samples"),
         (nn.Sequential(nn.Conv2d(6, 6, 1), normlab.GroupNorm2d(2, 6)), "Sequential has no .*over the batch"),
     ],
     ids=["ghost", "ghost in a mixture", "kalman", "nothing over the batch"],

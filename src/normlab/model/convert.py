@@ -81,7 +81,7 @@ def convert(
             done.skipped.append(Skipped(names[0], type(module).__name__, source))
             continue
         new, kept, notes = maker(module, source, *place_of(module, model))
-        if type(new) is not nn.Identity and channels_at_end(new) != channels_at_end(module):
+        if channels_at_end(new) != channels_at_end(module):
             done.skipped.append(Skipped(names[0], type(module).__name__, _other_axis(module)))
             continue
         _tie(new, module, heirs)

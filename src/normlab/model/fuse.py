@@ -132,6 +132,7 @@ def _can_fuse(module: nn.Module, node: fx.Node) -> bool:
         isinstance(module, Norm)
         and not isinstance(module, KalmanNorm)
         and module.act is None
+        and not module.statistics.finishes
         and not hooks_of(module)
         and len(node.args) == 1
         and not node.kwargs

@@ -67,18 +67,17 @@ def _larger(y: Tensor, threshold: Tensor) -> Tensor:
 
 
 class _Larger(torch.autograd.Function):
-    """Keeps what it returns, which the layer that follows keeps too, and not its input."""
+    """Keeps which values are above the threshold, and no values: what follows may write to them."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, threshold: Tensor) -> Tensor:
         out = _larger(y, threshold)
-        ctx.save_for_backward(out, threshold)
+        ctx.save_for_backward(y > threshold.to(y.dtype), threshold)
         return out
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:  # type: ignore[override]
-        out, threshold = ctx.saved_tensors
-        above = out > threshold.to(out.dtype)
+        above, threshold = ctx.saved_tensors
         of_y = torch.where(above, d, 0) if ctx.needs_input_grad[0] else None
         below = torch.where(above, 0, d).to(threshold.dtype) if ctx.needs_input_grad[1] else None
         return of_y, None if below is None else below.sum_to_size(threshold.shape)
