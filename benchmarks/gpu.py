@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import normlab
 from _results import machine, read, write
-from layers import CASES, Naive
+from layers import CASES, Naive, OverChannels
 
 SHAPES = [
     (64, 64, 112, 112),
@@ -70,6 +70,11 @@ LISTED = [
     "group_switchable",
     "kalman",
     "meta",
+    "rms",
+    "filter_response",
+    "global_response",
+    "layer_last",
+    "rms_last",
 ]
 Step = Callable[[], object]
 CONTEXT = multiprocessing.get_context("spawn")
@@ -191,6 +196,11 @@ class Cell:
                 to = {"device": "cuda", "dtype": dtype}  # torch's do not mix dtypes
                 runs["nn.GroupNorm"] = step_of(nn.GroupNorm(32, shape[1], **to), x, dy, ())
                 runs["nn.InstanceNorm2d"] = step_of(nn.InstanceNorm2d(shape[1], affine=True, **to), x, dy, ())
+        if "layer_last" in names:
+            to = {"device": "cuda", "dtype": dtype}
+            for kind in (nn.LayerNorm, nn.RMSNorm):
+                layer = OverChannels(kind(shape[1], eps=1e-5, **to))
+                runs[f"nn.{kind.__name__}, last axis"] = step_of(layer, x, dy, ())
         for other in beside:
             name, _, place = other.rpartition("=")
             theirs = imported(place)(shape[1]).to("cuda", dtype)  # nor do others

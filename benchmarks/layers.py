@@ -213,6 +213,41 @@ def naive_modes(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
     return _affine(y, m.weight, m.bias)  # type: ignore[arg-type]
 
 
+def naive_rms(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    square = x.square().mean((1, 2, 3), keepdim=True)
+    return _affine(x / torch.sqrt(square + 1e-5), m.weight, m.bias)  # type: ignore[arg-type]
+
+
+def naive_filter_response(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    square = x.square().mean((2, 3), keepdim=True)
+    y = _affine(x / torch.sqrt(square + 1e-5), m.weight, m.bias)  # type: ignore[arg-type]
+    return torch.maximum(y, m.threshold.reshape(-1, 1, 1))  # type: ignore[operator, union-attr]
+
+
+def naive_global_response(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    response = x.square().mean((2, 3), keepdim=True).sqrt()
+    share = response / (response.mean(1, keepdim=True) + 1e-5)
+    return x + _affine(x * share, m.response_weight, m.response_bias)  # type: ignore[arg-type]
+
+
+class OverChannels(nn.Module):
+    """A norm over the last axis, on inputs that have channels second: those of channels last are no copy away."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def naive_last(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
+    layer: normlab.Norm = m.layer  # type: ignore[assignment]
+    centred = x - x.mean(1, keepdim=True) if layer.statistics.label == "layer_last" else x
+    y = centred / torch.sqrt(centred.square().mean(1, keepdim=True) + 1e-5)
+    return _affine(y, layer.weight, layer.bias)
+
+
 def _nothing(x: Tensor) -> tuple:
     return ()
 
@@ -280,6 +315,11 @@ CASES = [
     Case("group_switchable", lambda c: normlab.SwitchNorm2d(c, groups=4), _nothing, naive_groups),
     Case("kalman", lambda c: normlab.KalmanNorm2d(c), _prior, naive_kalman),
     Case("meta", lambda c: normlab.InstanceLevelMetaNorm2d(c), _nothing, naive_meta),
+    Case("rms", lambda c: normlab.Norm2d(c, "rms"), _nothing, naive_rms),
+    Case("filter_response", lambda c: normlab.Norm2d(c, "filter_response"), _nothing, naive_filter_response),
+    Case("global_response", lambda c: normlab.Norm2d(c, "global_response"), _nothing, naive_global_response),
+    Case("layer_last", lambda c: OverChannels(normlab.Norm(c, "layer_last")), _nothing, naive_last),
+    Case("rms_last", lambda c: OverChannels(normlab.Norm(c, "rms_last")), _nothing, naive_last),
 ]
 
 
