@@ -369,11 +369,7 @@ def main() -> None:
         print(error)
     print(normlab.host_status())
     names = arguments.only.split(",")
-    device = machine(
-        torch.cuda.get_device_name(),
-        arguments.commit,
-        triton=triton.__version__,
-    )
+    device = machine(torch.cuda.get_device_name(), arguments.commit, triton=triton.__version__)
     cells = [
         (SHAPES[i], dtype, layout)
         for i in arguments.shapes

@@ -178,10 +178,7 @@ def naive_meta(x: Tensor, m: nn.Module, a: tuple) -> Tensor:
 class Crossed(normlab.Statistics):
     """A rule of a user's own: the batch's mean, the sample's deviation."""
 
-    pools = (
-        normlab.Pool("channel", over_batch=True),
-        normlab.Pool("group", over_batch=False, groups=1),
-    )
+    pools = (normlab.Pool("channel", over_batch=True), normlab.Pool("group", over_batch=False, groups=1))
 
     def combine(
         self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float

@@ -66,11 +66,7 @@ TABLES = {
     "gpu-graph-float32": ("gpu", "graph_ms", {"layout": "contiguous", "dtype": "float32"}),
     "gpu-graph-bfloat16": ("gpu", "graph_ms", {"layout": "channels_last", "dtype": "bfloat16"}),
     "gpu-eager-float32": ("gpu", "eager_over_batchnorm2d", {"layout": "contiguous", "dtype": "float32"}),
-    "gpu-eager-bfloat16": (
-        "gpu",
-        "eager_over_batchnorm2d",
-        {"layout": "channels_last", "dtype": "bfloat16"},
-    ),
+    "gpu-eager-bfloat16": ("gpu", "eager_over_batchnorm2d", {"layout": "channels_last", "dtype": "bfloat16"}),
 }
 
 

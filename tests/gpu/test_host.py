@@ -126,10 +126,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "CCBN": (lambda: normlab.ConditionalBatchNorm2d(6, 5, init_std=0.3), (LABELS,)),
     "SaBN": (lambda: normlab.SandwichBatchNorm2d(6, 5, init_std=0.3), (LABELS,)),
     "AuxBN": (lambda: normlab.AuxiliaryBatchNorm2d(6, ("main", "aux")), ("aux",)),
-    "SaAuxBN": (
-        lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, ("main", "aux"), init_std=0.3),
-        ("aux",),
-    ),
+    "SaAuxBN": (lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, ("main", "aux"), init_std=0.3), ("aux",)),
     "AuxBN by sample": (lambda: normlab.AuxiliaryBatchNorm2d(6, ("main", "aux")), (BRANCH,)),
     "SaAuxBN by sample": (
         lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, ("main", "aux"), init_std=0.3),

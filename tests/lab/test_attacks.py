@@ -144,10 +144,9 @@ def test_standardised_units_are_foolbox_on_standardised_images(norm: str, digits
     eps = 0.25 if norm == "linf" else 2.0
     ours = bim(eps, units="standardised", norm=norm, steps=8)(model, x, y)  # type: ignore[arg-type]
     wrapped = foolbox.PyTorchModel(model.net, bounds=(low, high))
-    attack = {
-        "linf": foolbox.attacks.LinfBasicIterativeAttack,
-        "l2": foolbox.attacks.L2BasicIterativeAttack,
-    }[norm](steps=8, rel_stepsize=1 / 8)
+    attack = {"linf": foolbox.attacks.LinfBasicIterativeAttack, "l2": foolbox.attacks.L2BasicIterativeAttack}[
+        norm
+    ](steps=8, rel_stepsize=1 / 8)
     _, other, _ = attack(wrapped, model.standardize(x), y, epsilons=eps)
     assert ((model.standardize(ours) - other).abs() < 1e-4).double().mean() > 0.999
     assert abs(accuracy(model, ours, y) - accuracy(model.net, other, y)) <= 0.5

@@ -11,17 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import normlab
-from cases import (
-    BRANCHES,
-    Case,
-    addresses,
-    assert_near,
-    mixture,
-    pooled,
-    single,
-    sparsestmax_of,
-    values,
-)
+from cases import BRANCHES, Case, addresses, assert_near, mixture, pooled, single, sparsestmax_of, values
 from normlab.statistics.sparsestmax import sparsemax, sparsestmax
 
 CLASSES = 3

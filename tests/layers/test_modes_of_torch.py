@@ -21,7 +21,7 @@ from cases import CASES, Case, assert_near, by_id, leaves, values, where, widen
 
 pytestmark = [
     # Torch's own forward-mode differentiation imports a module that scripts.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script")
 ]
 
 every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

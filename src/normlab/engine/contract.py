@@ -29,16 +29,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ClosedRule",
-    "Coefficients",
-    "Moments",
-    "Passes",
-    "PooledRule",
-    "Rule",
-    "StyleMoments",
-    "Update",
-]
+__all__ = ["ClosedRule", "Coefficients", "Moments", "Passes", "PooledRule", "Rule", "StyleMoments", "Update"]
 
 
 class Moments(NamedTuple):

@@ -91,12 +91,7 @@ def bounds_of(renorm: Renorm | None) -> tuple[float, ...]:
 
 
 def normalize(
-    x: Tensor,
-    rule: Any,
-    tensors: Sequence[Tensor],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Rows,
+    x: Tensor, rule: Any, tensors: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, rows: Rows
 ) -> tuple[Tensor, list[Pooled | None]] | None:
     """A rule of the closed family, and what it saw of the pools; None for other rules."""
     family = getattr(rule, "closed_family", None)

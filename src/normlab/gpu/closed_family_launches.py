@@ -149,11 +149,7 @@ class ClosedFamilyPlan(LaunchPlan):
         # Where only dx is wanted and no statistic depends on x, no sums are needed.
         self.backward, self.backward_of_x, self.backward_of_parameters = (
             launches_of(closed_family_kernels.backward, wanted, backward, self, single=after)
-            for wanted in (
-                backward_programs,
-                (0, 0, 0, *backward_programs[3:]),
-                (*backward_programs[:4], 0),
-            )
+            for wanted in (backward_programs, (0, 0, 0, *backward_programs[3:]), (*backward_programs[:4], 0))
         )
 
     def _plan_batch_norm(self) -> None:

@@ -49,8 +49,7 @@ Module = Annotated[
 Weights = Annotated[Path | None, typer.Option(help="Weights for --module, .safetensors or .pt.")]
 Mean = Annotated[str | None, typer.Option(help="Mean to subtract from the pixels for --module, by channel.")]
 Std = Annotated[
-    str | None,
-    typer.Option(help="Deviation to divide by. Without both, it takes pixels in [0, 1]."),
+    str | None, typer.Option(help="Deviation to divide by. Without both, it takes pixels in [0, 1].")
 ]
 Pretrained = Annotated[Path | None, typer.Option(help="Folder of pretrained weights, where needed.")]
 Photographs = Annotated[

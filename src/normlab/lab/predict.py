@@ -263,11 +263,7 @@ def accuracy_between(
 
 
 def predict_with(
-    model: nn.Module,
-    *,
-    branches: Sequence[str] | None = None,
-    weight: float = 0.5,
-    of: str = "probabilities",
+    model: nn.Module, *, branches: Sequence[str] | None = None, weight: float = 0.5, of: str = "probabilities"
 ) -> Mixed:
     """``(1 - weight) * p_first + weight * p_second``: prediction under interpolation of two branches.
 

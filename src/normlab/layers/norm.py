@@ -15,12 +15,7 @@ from ..engine.contract import Update
 from ..engine.normalize import normalize
 from ..statistics import running
 from ..statistics.activation import activate, check_activation
-from ..statistics.affine import (
-    Predicted,
-    PredictedOfPools,
-    parse_affine,
-    predictor_parameters,
-)
+from ..statistics.affine import Predicted, PredictedOfPools, parse_affine, predictor_parameters
 from ..statistics.base import Sources, Statistics
 from ..statistics.names import parse_statistics
 from ..statistics.plans import Plan, Pooled, Segments

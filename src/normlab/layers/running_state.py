@@ -143,18 +143,7 @@ def observe_batch(
     running.count_(batches, tracked[0][2], branches, ok)
     for names, pooled, s, how in tracked:
         mean, var = (getattr(layer, n) for n in names)
-        running.update_(
-            mean,
-            var,
-            batches,
-            pooled,
-            s,
-            branches,
-            layer.share_of_new_batch,
-            how,
-            layer.eps,
-            ok,
-        )
+        running.update_(mean, var, batches, pooled, s, branches, layer.share_of_new_batch, how, layer.eps, ok)
     set_run_shape(layer, tuple(x.shape[2:]), ok)
 
 

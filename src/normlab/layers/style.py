@@ -20,13 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@register(
-    "adaptive_instance",
-    target=False,
-    row="instance",
-    column="style",
-    page="adaptive-instance",
-)
+@register("adaptive_instance", target=False, row="instance", column="style", page="adaptive-instance")
 class AdaptiveInstanceNorm(Norm):
     """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``."""
 

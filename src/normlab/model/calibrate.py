@@ -36,11 +36,7 @@ class Observer:
         self.shape: tuple[int, ...] | None = None
 
     def __call__(
-        self,
-        layer: Norm,
-        seen: Sequence[Pooled | None],
-        segments: Sequence[Segments],
-        shape: tuple[int, ...],
+        self, layer: Norm, seen: Sequence[Pooled | None], segments: Sequence[Segments], shape: tuple[int, ...]
     ) -> None:
         if hasattr(layer, "run_shape") and self.shape not in (None, shape):
             raise ValueError(

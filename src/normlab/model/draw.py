@@ -402,10 +402,7 @@ class _Sheet:
     def _point(self, channel: float, sample: float, position: float) -> Point:
         """Channels go right and down, samples right and up, positions down."""
         up = self.deep * self.down
-        return (
-            (channel + sample) * self.across,
-            up + (channel - sample) * self.down + position * self.rise,
-        )
+        return ((channel + sample) * self.across, up + (channel - sample) * self.down + position * self.rise)
 
     def _block(self, block: Block, left: float, top: float, first: bool) -> str:
         numbers = block.numbers.flatten(2) if block.numbers.dim() > 2 else block.numbers.unsqueeze(2)

@@ -67,11 +67,7 @@ class Plan:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        rows: Rows,
-        segments: Segments,
-        process_group: ProcessGroup | None = None,
+        self, pool: Pool, rows: Rows, segments: Segments, process_group: ProcessGroup | None = None
     ) -> None:
         self.pool, self.rows = pool, rows
         self.counts = _rows_a_group(pool, rows) if rows.cuts else ()

@@ -117,11 +117,7 @@ def parse_pool(pool: str | Pool) -> Pool:
     found = re.fullmatch(r"(\w+?)(?:\((\d+)\))?(?:/ghost=(\d+))?", pool.strip())
     name, number, ghost = found.groups() if found else (pool, None, None)
     plain = {"instance": instance, "layer": layer, "batch": batch}
-    numbered = {
-        "group": ("group", False),
-        "batch_group": ("run", True),
-        "batch_channels": ("group", True),
-    }
+    numbered = {"group": ("group", False), "batch_group": ("run", True), "batch_channels": ("group", True)}
     if name in plain and number is None:
         made = plain[name]
     elif name in numbered and number is not None:

@@ -121,11 +121,7 @@ def _of_pool(pool: Pool) -> Callable[[], Single]:
 
 
 register(
-    "batch",
-    short=("bn",),
-    row="batch",
-    shares="all samples and positions of one channel",
-    page="batch",
+    "batch", short=("bn",), row="batch", shares="all samples and positions of one channel", page="batch"
 )(_of_pool(batch))
 register(
     "batch_group",
@@ -144,11 +140,7 @@ register(
     page="instance",
 )(_of_pool(instance))
 register(
-    "layer",
-    short=("ln",),
-    row="layer",
-    shares="all channels and positions of one sample",
-    page="layer",
+    "layer", short=("ln",), row="layer", shares="all channels and positions of one sample", page="layer"
 )(_of_pool(layer))
 register(
     "group",

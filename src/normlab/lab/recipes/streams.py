@@ -198,11 +198,7 @@ class TwoStreams(Classify):
 
 
 def two_streams(
-    *,
-    forward: str = "two",
-    separated: bool = True,
-    text: str = "",
-    **streams: str | Callable[..., Any],
+    *, forward: str = "two", separated: bool = True, text: str = "", **streams: str | Callable[..., Any]
 ) -> TwoStreams:
     """A recipe for two streams of images, each through the branch that it is named after.
 
