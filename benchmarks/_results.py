@@ -18,9 +18,7 @@ def machine(device: str, commit: str | None = None, **more: object) -> dict[str,
 
     def git(*words: str) -> str:
         here = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=False
-        ).stdout.strip()
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = "+" if git("status", "--porcelain", "../src") else ""
     return {

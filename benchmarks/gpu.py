@@ -138,9 +138,7 @@ def step_of(layer: nn.Module, x: Tensor, dy: Tensor, arguments: tuple) -> Step:
 
 
 def to_device(arguments: tuple, like: Tensor) -> tuple:
-    return tuple(
-        a.to("cuda") if isinstance(a, Tensor) and not a.is_floating_point() else a for a in arguments
-    )
+    return tuple(a.to("cuda") if isinstance(a, Tensor) and not a.is_floating_point() else a for a in arguments)
 
 
 def errors(layer: nn.Module, x: Tensor, dy: Tensor, arguments: tuple) -> tuple[float, float]:
@@ -164,13 +162,7 @@ class Cell:
     """Layers at a shape, dtype and layout: made and run once, and then timed."""
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        last: bool,
-        names: list[str],
-        quick: bool,
-        beside: list[str],
+        self, shape: tuple[int, ...], dtype: torch.dtype, last: bool, names: list[str], quick: bool, beside: list[str]
     ) -> None:
         self.shape, self.dtype, self.last = shape, dtype, last
         layout = torch.channels_last if last else torch.contiguous_format
@@ -215,9 +207,7 @@ class Cell:
     def _errors(self, layer: nn.Module, arguments: tuple, dy: Tensor) -> dict[str, str]:
         x = self.x.detach()[:16]
         some = tuple(a[:16] if isinstance(a, Tensor) else a for a in arguments)
-        found: dict[str, float] = dict(
-            zip(("error_y", "error_dx"), errors(layer, x, dy[:16], some), strict=True)
-        )
+        found: dict[str, float] = dict(zip(("error_y", "error_dx"), errors(layer, x, dy[:16], some), strict=True))
         if self.dtype == torch.float32:
             found["error_y_mean_1e4"] = errors(layer, x + 1e4, dy[:16], some)[0]
         return {name: f"{e:.1e}" for name, e in found.items()}
@@ -343,9 +333,7 @@ def quiet() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--only", default=",".join(LISTED), help="normalizers, separated by commas")
     parser.add_argument("--beside", nargs="*", default=[], help="other layers, as [name=]module:Class")
@@ -358,9 +346,7 @@ def main() -> None:
     parser.add_argument("--model", action="store_true", help="also time ResNet-50 training steps")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print(
-            "benchmarks/gpu.py needs a CUDA device and found none; benchmarks/layers.py measures on the CPU"
-        )
+        print("benchmarks/gpu.py needs a CUDA device and found none; benchmarks/layers.py measures on the CPU")
         return
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     try:
@@ -377,17 +363,7 @@ def main() -> None:
         for layout in arguments.layouts.split(",")
     ]
     jobs: list[tuple[Callable[..., Cell | ResNet], tuple]] = [
-        (
-            Cell,
-            (
-                shape,
-                getattr(torch, dtype),
-                layout == "channels_last",
-                names,
-                arguments.quick,
-                arguments.beside,
-            ),
-        )
+        (Cell, (shape, getattr(torch, dtype), layout == "channels_last", names, arguments.quick, arguments.beside))
         for shape, dtype, layout in cells
     ]
     if arguments.model:
@@ -410,11 +386,7 @@ def keep(rows: list[dict], out: Path, device: dict[str, object], part: bool) -> 
     order = {"x".join(map(str, shape)): i for i, shape in enumerate(SHAPES)}
     kept = sorted(
         found.values(),
-        key=lambda r: (
-            order.get(r["shape"], len(order)),
-            r["dtype"] != "float32",
-            r["layout"] != "contiguous",
-        ),
+        key=lambda r: (order.get(r["shape"], len(order)), r["dtype"] != "float32", r["layout"] != "contiguous"),
     )
     write(kept, out, {})
 

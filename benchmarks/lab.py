@@ -36,10 +36,7 @@ STRONG = "randaugment(n=3, m=4)"
 TRAININGS: list[tuple[str, dict[str, Any]]] = [
     *(("VGG8", {"model": "vgg8", "norm": norm, "lr": 0.01}) for norm in NORMS),
     *(
-        (
-            f"WRN-28-2, bfloat16, {what}",
-            {"model": "wrn-28-2", "norm": norm, "recipe": recipe, "precision": "bf16"},
-        )
+        (f"WRN-28-2, bfloat16, {what}", {"model": "wrn-28-2", "norm": norm, "recipe": recipe, "precision": "bf16"})
         for what, norm, recipe in (
             ("RandAugment", "batch", f"augmented({STRONG})"),
             ("Weak Augment, two passes", "auxiliary", f"streams(main=cutout, aux={STRONG})"),
@@ -58,11 +55,7 @@ def epochs() -> list[dict]:
         history = fit(model, data, settings, device="cuda")
         seconds = sorted(line["seconds"] for line in history.epochs[1:])
         rows.append(
-            {
-                "what": f"epoch, {what}, 50,000 images, batch 128",
-                "norm": settings.norm,
-                "seconds": round(seconds[1], 3),
-            }
+            {"what": f"epoch, {what}, 50,000 images, batch 128", "norm": settings.norm, "seconds": round(seconds[1], 3)}
         )
     return rows
 
@@ -73,9 +66,7 @@ def attacks() -> list[dict]:
         model = build("vgg8", data, norm, seed=0).cuda().eval()
         measure(model, data, ["bim"], device="cuda", batch_size=2000)  # compiles
         (record,) = measure(model, data, ["bim"], device="cuda", batch_size=2000)
-        rows.append(
-            {"what": "BIM, 20 steps, VGG8, 10,000 images", "norm": norm, "seconds": record["seconds"]}
-        )
+        rows.append({"what": "BIM, 20 steps, VGG8, 10,000 images", "norm": norm, "seconds": record["seconds"]})
     return rows
 
 
@@ -91,16 +82,11 @@ def corruptions(device: str) -> list[dict]:
         took = time.perf_counter() - start
         total += took
         rows.append({"what": f"{name}, 5 severities, 10,000 images", "norm": "", "seconds": round(took, 2)})
-    return [
-        *rows,
-        {"what": "19 corruptions, 5 severities, 10,000 images", "norm": "", "seconds": round(total, 1)},
-    ]
+    return [*rows, {"what": "19 corruptions, 5 severities, 10,000 images", "norm": "", "seconds": round(total, 1)}]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--commit", help="what to write as the commit where there is no git checkout")
     arguments = parser.parse_args()

@@ -28,14 +28,7 @@ import normlab
 from _results import cpu, machine, read, write
 from normlab.statistics.sparsestmax import sparsestmax
 
-SHAPES = [
-    (8, 64, 112, 112),
-    (8, 256, 56, 56),
-    (8, 512, 28, 28),
-    (8, 1024, 14, 14),
-    (8, 2048, 7, 7),
-    (128, 64, 32, 32),
-]
+SHAPES = [(8, 64, 112, 112), (8, 256, 56, 56), (8, 512, 28, 28), (8, 1024, 14, 14), (8, 2048, 7, 7), (128, 64, 32, 32)]
 CLASSES = 10
 
 
@@ -303,9 +296,7 @@ CASES = [
         naive_sandwich_auxiliary,
     ),
     Case("auxiliary_by_sample", lambda c: normlab.AuxiliaryBatchNorm2d(c), _branches, naive_mixed),
-    Case(
-        "adaptive_instance", lambda c: normlab.AdaptiveInstanceNorm2d(c), lambda x: (x.flip(0),), naive_style
-    ),
+    Case("adaptive_instance", lambda c: normlab.AdaptiveInstanceNorm2d(c), lambda x: (x.flip(0),), naive_style),
     Case("mode", lambda c: normlab.ModeNorm2d(c), _nothing, naive_modes),
     Case("batch_renorm", lambda c: normlab.BatchRenorm2d(c), _nothing, naive_batch),
     Case("own_rule", lambda c: normlab.Norm2d(c, Crossed()), _nothing, naive_own),
@@ -353,9 +344,7 @@ def seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(
-    shape: tuple[int, ...], last: bool, rounds: int, only: set[str] | None
-) -> list[dict[str, object]]:
+def measure(shape: tuple[int, ...], last: bool, rounds: int, only: set[str] | None) -> list[dict[str, object]]:
     layout = torch.channels_last if last else torch.contiguous_format
     x = torch.randn(shape).contiguous(memory_format=layout).requires_grad_()
     dy = torch.randn(shape).contiguous(memory_format=layout)
@@ -413,9 +402,7 @@ def keep_freed_memory() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="normalizers, separated by commas")
@@ -426,9 +413,7 @@ def main() -> None:
     only = set(arguments.only.split(",")) if arguments.only else None
     shapes = [SHAPES[i] for i in arguments.shapes] if arguments.shapes else SHAPES
     print(f"{'normalizer':20} {'shape':16} {'layout':14} {'x BN2d':>7} {'naive/x':>8} {'saved/NC':>8}")
-    rows = [
-        r for shape in shapes for last in (False, True) for r in measure(shape, last, arguments.rounds, only)
-    ]
+    rows = [r for shape in shapes for last in (False, True) for r in measure(shape, last, arguments.rounds, only)]
     keep(rows, arguments.out)
 
 

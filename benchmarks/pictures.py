@@ -61,15 +61,10 @@ def styles() -> str:
     def rules(side: str, own: dict[str, str]) -> str:
         found = [f".paper{{fill:{own['paper']}}}.ink{{fill:{own['ink']}}}.muted{{fill:{own['muted']}}}"]
         found.append(f".rule{{stroke:{own['rule']}}}.over{{stroke:{own['ink']}}}")
-        found += [
-            f".f{i}{{fill:{getattr(c, side)}}}.s{i}{{stroke:{getattr(c, side)}}}"
-            for i, c in enumerate(COLOURS)
-        ]
+        found += [f".f{i}{{fill:{getattr(c, side)}}}.s{i}{{stroke:{getattr(c, side)}}}" for i, c in enumerate(COLOURS)]
         return "".join(found)
 
-    fonts = (
-        "text{font:12px system-ui,-apple-system,'Segoe UI',sans-serif}.title{font-weight:600;font-size:14px}"
-    )
+    fonts = "text{font:12px system-ui,-apple-system,'Segoe UI',sans-serif}.title{font-weight:600;font-size:14px}"
     small = ".small{font-size:11px}"
     dark = f"@media(prefers-color-scheme:dark){{{rules('dark', DARK)}}}"
     return f"<style>{fonts}{small}{rules('light', LIGHT)}{dark}</style>"
@@ -140,9 +135,7 @@ def lines(title: str, alt: str, panels: Sequence[Panel], x: Sequence[str], axis:
         places = [x0 + width * (i + 0.5) / len(x) for i in range(len(x))]
         for i, one in enumerate(panel.series):
             found = [
-                (at, bottom - tall * axis.height(v))
-                for at, v in zip(places, one.values, strict=True)
-                if v is not None
+                (at, bottom - tall * axis.height(v)) for at, v in zip(places, one.values, strict=True) if v is not None
             ]
             drawn = "M" + "L".join(f"{at:.1f} {y:.1f}" for at, y in found)
             body.append(path(drawn, f"s{one.colour}", 2, "5 3" if one.dashed else ""))
@@ -193,8 +186,7 @@ def compare(rows: Sequence[dict[str, Any]]) -> str:
     )
     body += [text(16, bottom + 26 + 17 * i, note, "muted small") for i, note in enumerate(notes)]
     alt = "; ".join(
-        f"{norm}: " + ", ".join(f"{m} {float(found[norm, m]['accuracy']):.1f}" for m in measurements)
-        for norm in norms
+        f"{norm}: " + ", ".join(f"{m} {float(found[norm, m]['accuracy']):.1f}" for m in measurements) for norm in norms
     )
     return picture(bottom + 58, "One network, five normalizers", alt, body)
 
@@ -252,10 +244,7 @@ def bandwidth(rows: Sequence[dict[str, Any]]) -> str:
         for layout in ("contiguous", "channels_last"):
             series = []
             for name, colour in zip(shown, looks, strict=True):
-                found = [
-                    None if v is None else v / 1000
-                    for v in values(rows, "gb_per_s", name, shapes, dtype, layout)
-                ]
+                found = [None if v is None else v / 1000 for v in values(rows, "gb_per_s", name, shapes, dtype, layout)]
                 series.append(Series(name.replace("_", " "), colour, found, dashed=name.startswith("nn.")))
             panels.append(Panel(f"{dtype}, {layout.replace('_', ' ')}", series))
     copy = float(rows[0]["copy_tb_per_s"])
@@ -275,9 +264,7 @@ def pictures() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "pictures", help="folder")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -32,9 +32,7 @@ def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
     files = (file.read_text().splitlines() for file in sorted(folder.glob("runs/*/results.jsonl")))
     records = [json.loads(lines[0]) for lines in files if lines]
     devices = Counter(record.get("device", "CPU") for record in records).most_common()
-    device = (
-        "; ".join(f"{name} ({n} run{'s' * (n > 1)})" for name, n in devices) if len(devices) > 1 else None
-    )
+    device = "; ".join(f"{name} ({n} run{'s' * (n > 1)})" for name, n in devices) if len(devices) > 1 else None
     usual = devices[0][0] if devices else "CPU"
     record = next((r for r in records if r.get("device", "CPU") == usual), {})
     place = machine(device or usual, commit)
@@ -54,9 +52,7 @@ def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--commit", help="what to write as the commit where the results are of another one")

@@ -79,9 +79,7 @@ def write_tables(app: Any) -> None:
         for normalizer in dict.fromkeys(r["normalizer"] for r in rows):
             # Times become ratios to nn.BatchNorm2d in the same cell; ratios stay.
             ratios = (
-                found[normalizer, s] / found.get(("nn.BatchNorm2d", s), 1.0)
-                if (normalizer, s) in found
-                else None
+                found[normalizer, s] / found.get(("nn.BatchNorm2d", s), 1.0) if (normalizer, s) in found else None
                 for s in shapes
             )
             table.append([normalizer.replace("_", " "), *("" if r is None else f"{r:.2f}" for r in ratios)])
@@ -129,13 +127,9 @@ def write_gpu(app: Any) -> None:
     for name, cells in measured.items():
         if name.startswith(OTHER_CODE):
             continue
-        eager = [
-            [float(r["eager_over_batchnorm2d"]) for c, r in cells.items() if c[2] == la] for la in layouts
-        ]
+        eager = [[float(r["eager_over_batchnorm2d"]) for c, r in cells.items() if c[2] == la] for la in layouts]
         captured = [of(name, "graph_ms", "nn.BatchNorm2d", la) for la in layouts]
-        more = [
-            1000 * (float(r["graph_ms"]) - float(measured["batch"][c]["graph_ms"])) for c, r in cells.items()
-        ]
+        more = [1000 * (float(r["graph_ms"]) - float(measured["batch"][c]["graph_ms"])) for c, r in cells.items()]
         ranges = [span(values) for values in (*eager, *captured)]
         table.append([name.replace("_", " "), *ranges, "" if name == "batch" else span(more, 0)])
     write(app, "gpu-ranges", table)
@@ -211,11 +205,7 @@ def _beside(cell: dict[str, str] | None) -> str:
         digits = 2 if abs(float(mean)) >= 10 else 3
         return f"{float(mean):.{digits}f}" + (f" ± {float(error):.{digits}f}" if error else "")
 
-    return (
-        ""
-        if cell is None
-        else f"{value(cell['paper'], cell['paper_error'])} / {value(cell['ours'], cell['error'])}"
-    )
+    return "" if cell is None else f"{value(cell['paper'], cell['paper_error'])} / {value(cell['ours'], cell['error'])}"
 
 
 def mathml(node: nodes.Element, *, as_block: bool) -> str:

@@ -31,10 +31,7 @@ PICTURES: dict[str, tuple[str, list[normlab.Norm]]] = {
     "group": ("Group", [normlab.GroupNorm2d(3, 6)]),
     "positional": ("Positional", [normlab.PositionalNorm2d(6)]),
     "batch-group": ("Batch group", [normlab.BatchGroupNorm2d(6, 3), normlab.BatchGroupNorm2d(7, 5)]),
-    "ghost": (
-        "Ghost batches",
-        [normlab.BatchNorm2d(6, ghost=2), normlab.GhostBatchGroupNorm2d(6, 3, ghost=2)],
-    ),
+    "ghost": ("Ghost batches", [normlab.BatchNorm2d(6, ghost=2), normlab.GhostBatchGroupNorm2d(6, 3, ghost=2)]),
     "switchable": ("Switchable", [normlab.SwitchNorm2d(6)]),
     "sparse-switchable": ("Sparse switchable", [_chosen()]),
     "mode": ("Mode", [normlab.ModeNorm2d(6)]),

@@ -50,9 +50,7 @@ def targets() -> str:
     lines = ["| target | layer | options |", "|---|---|---|"]
     for name, entry in sorted(NORMALIZERS.items()):
         if entry.target:
-            layer = (
-                "nothing" if entry.layer is not None and not entry.row and name != "ghost" else name_of(entry)
-            )
+            layer = "nothing" if entry.layer is not None and not entry.row and name != "ghost" else name_of(entry)
             if entry.variant is not None:
                 layer += f", or `{entry.variant[1].__name__}2d` with `{entry.variant[0]}`"
             given = [*entry.required, *([entry.first] if entry.first else []), *entry.options]

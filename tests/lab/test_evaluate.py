@@ -18,16 +18,7 @@ from normlab.lab import corruptions, fourier
 from normlab.lab.attacks import bim, pgd
 from normlab.lab.data import Data, Images, augment, load, pixels, resize
 from normlab.lab.errors import LabError, NotFinite
-from normlab.lab.evaluate import (
-    MEASUREMENTS,
-    Measurement,
-    accuracy,
-    budget,
-    measure,
-    parse,
-    predict_with,
-    predictions,
-)
+from normlab.lab.evaluate import MEASUREMENTS, Measurement, accuracy, budget, measure, parse, predict_with, predictions
 from normlab.lab.loop import Watcher
 from normlab.lab.measurements import GREY, NATURAL
 from normlab.lab.mixing import mixed_branches

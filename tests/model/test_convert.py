@@ -17,13 +17,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 from timm.layers import norm as timm_norm
-from timm.layers.norm_act import (
-    BatchNormAct2d,
-    FrozenBatchNormAct2d,
-    GroupNormAct,
-    LayerNormAct,
-    LayerNormAct2d,
-)
+from timm.layers.norm_act import BatchNormAct2d, FrozenBatchNormAct2d, GroupNormAct, LayerNormAct, LayerNormAct2d
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.utils.parametrizations import spectral_norm

@@ -190,9 +190,7 @@ def _one_by_one(view: Tensor) -> bool:
     return view.device.type == "cpu" and view.shape[2] * view.shape[3] >= 1 << 15
 
 
-def _images(
-    view: Tensor,
-) -> tuple[Tensor, ...]:  # [n, parts, s, C] to one [1, C, s, 1] per part, channels last
+def _images(view: Tensor) -> tuple[Tensor, ...]:  # [n, parts, s, C] to one [1, C, s, 1] per part, channels last
     return view.flatten(0, 1).transpose(1, 2).unsqueeze(-1).split(1)
 
 
@@ -237,9 +235,7 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
     return y.to(x.dtype)
 
 
-def _linear(
-    x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """``slope * x + offset``, plus ``plus[0] * plus[1]`` if given. ``plus[1]`` is like ``x``, all else is per row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     slope, offset = slope.to(wide), offset.to(wide)
@@ -377,16 +373,12 @@ def _row_sums_last(
     return _from_last(total, rows), _from_last(dot, rows)
 
 
-def _sums_one_by_one(
-    dy: Tensor, x: Tensor, rows: Rows, center: Tensor
-) -> tuple[Tensor, Tensor]:  # [N, parts, C]
+def _sums_one_by_one(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:  # [N, parts, C]
     n, parts, _, c = x.shape
     centers = _to_last(center, rows).expand(n, parts, 1, c).reshape(n * parts, c).contiguous().unbind(0)
     one = x.new_ones(c)
     sums = [
-        torch.ops.aten.native_batch_norm_backward(
-            g, v, None, None, None, m, one, True, 0.0, [False, True, True]
-        )[1:]
+        torch.ops.aten.native_batch_norm_backward(g, v, None, None, None, m, one, True, 0.0, [False, True, True])[1:]
         for g, v, m in zip(_images(dy), _images(x), centers, strict=True)
     ]
     dot, total = (t.reshape(n, parts, c) for t in _joined(sums))

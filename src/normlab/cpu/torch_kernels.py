@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..engine.rows import Rows
     from ..statistics.plans import Plan
 
-__all__ = ["normalize"]
-
 
 class _Forward(NamedTuple):
     """What a kernel returned, and what its backward is called with."""
@@ -61,9 +59,7 @@ def normalize(
 
 
 @torch.no_grad()
-def _forward(
-    x: Tensor, plan: Plan, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> _Forward | None:
+def _forward(x: Tensor, plan: Plan, weight: Tensor | None, bias: Tensor | None, eps: float) -> _Forward | None:
     n, c, s = x.shape[0], x.shape[1], prod(x.shape[2:])
     last = is_channels_last(x)
     if not last and not x.is_contiguous():
@@ -97,13 +93,7 @@ def _flat(t: Tensor | None) -> Tensor | None:
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rule: Any,
-        rows: Rows,
-        forward: _Forward,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rule: Any, rows: Rows, forward: _Forward
     ) -> Tensor:
         ctx.rule, ctx.rows, ctx.groups, ctx.view = rule, rows, forward.groups, forward.view
         ctx.save_for_backward(x, weight, bias, forward.mean, forward.reciprocal)

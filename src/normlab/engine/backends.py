@@ -31,21 +31,6 @@ from torch.autograd import forward_ad
 from .contract import Passes
 from .messages import nearest
 
-__all__ = [
-    "backend",
-    "choice_is_lost",
-    "choice_scope",
-    "chosen",
-    "chosen_host",
-    "kernels",
-    "kernels_serve",
-    "must_trace",
-    "one_launch",
-    "passes_for",
-    "triton_is_forced",
-]
-
-
 _NAMES = ("auto", "torch", "triton")
 _HOSTS = ("auto", "python", "compiled")
 _LAUNCHES = ("one", "several")
@@ -67,9 +52,7 @@ chosen = _choice.get  # layers cache calls by it, so that calls in different sco
 
 
 @contextmanager
-def backend(
-    name: str | None = None, *, host: str | None = None, launches: str | None = None
-) -> Iterator[None]:
+def backend(name: str | None = None, *, host: str | None = None, launches: str | None = None) -> Iterator[None]:
     """Choose what computes within a ``with`` block.
 
     Arguments left out keep the outer scope's value.
@@ -128,9 +111,7 @@ def _known(name: str) -> str:
     if name not in _NAMES:
         raise ValueError(f"there is no back end {name!r}; {nearest(name, _NAMES)}")
     if name == "triton" and not _has_triton():
-        raise ValueError(
-            "the back end 'triton' needs the triton package, which is not installed; use 'torch'"
-        )
+        raise ValueError("the back end 'triton' needs the triton package, which is not installed; use 'torch'")
     return name
 
 

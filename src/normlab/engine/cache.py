@@ -8,9 +8,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["remembered"]
-
-
 Value = TypeVar("Value")
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from .contract import Coefficients
 from .rows import Rows
 
-__all__ = ["Gradients", "check_coefficients", "compose", "like_affine", "through_affine", "unpack"]
-
 
 def unpack(returned: Any) -> tuple[Coefficients, Any]:
     """Coefficients as ``[1 or N, ...]`` and the second value that a rule may return; None where there is none."""
@@ -22,9 +20,7 @@ def unpack(returned: Any) -> tuple[Coefficients, Any]:
         )
     for name, t in zip(Coefficients._fields, returned[0], strict=True):
         if not isinstance(t, Tensor) and (t is not None or name != "shift"):
-            raise TypeError(
-                f"coefficients are tensors that broadcast against [N, R]; {name} is {type(t).__name__}"
-            )
+            raise TypeError(f"coefficients are tensors that broadcast against [N, R]; {name} is {type(t).__name__}")
     # A number and a vector broadcast too. The passes need the axes, so they get [1, 1] and [1, R].
     each: Any = (t if t is None or t.dim() > 1 else t.reshape(1, -1) for t in returned[0])
     return Coefficients(*each), returned[1]
@@ -39,9 +35,7 @@ def check_coefficients(
         if t is None:
             continue
         if t.device != x.device:
-            raise ValueError(
-                f"the input is on {x.device} and the {name} on {t.device}; make it on {x.device}"
-            )
+            raise ValueError(f"the input is on {x.device} and the {name} on {t.device}; make it on {x.device}")
         width = c if name in ("weight", "bias") else r
         samples = t.shape[0] if t.dim() == 2 else 1
         if t.dim() not in (1, 2) or t.shape[-1] not in (1, width) or samples not in (1, n):

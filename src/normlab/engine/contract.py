@@ -29,8 +29,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["ClosedRule", "Coefficients", "Moments", "Passes", "PooledRule", "Rule", "StyleMoments", "Update"]
-
 
 class Moments(NamedTuple):
     """Mean and biased variance of every row, and how many elements a row has."""
@@ -79,9 +77,7 @@ class ClosedRule(Protocol):
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
 
-    def compute(
-        self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[Coefficients, Any]: ...
+    def compute(self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]) -> tuple[Coefficients, Any]: ...
 
     def gradient(
         self,
@@ -134,13 +130,7 @@ class Passes(Protocol):
     """What a back end offers the engine. Shapes are those of :mod:`normlab.cpu.passes`."""
 
     def normalize(
-        self,
-        x: Tensor,
-        rule: Any,
-        tensors: Sequence[Tensor],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: Any,
+        self, x: Tensor, rule: Any, tensors: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, rows: Any
     ) -> tuple[Tensor, Any] | None:
         """The whole normalizer, where the back end has something faster than the passes one by one; otherwise None."""
         ...

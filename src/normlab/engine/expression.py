@@ -18,18 +18,6 @@ from .contract import Coefficients, Moments, Rule
 from .numerics import at_least_float32
 from .rows import Rows, add_up, run_of, take
 
-__all__ = [
-    "differentiate",
-    "differentiate_plain",
-    "plain",
-    "plain_apply",
-    "plain_moments",
-    "row_sums",
-    "rows_view",
-    "spread_to_elements",
-    "wants_plain",
-]
-
 
 def wants_plain(dy: Tensor) -> bool:
     """Whether backward must differentiate the plain expression.

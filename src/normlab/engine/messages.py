@@ -8,8 +8,6 @@ from numbers import Integral
 
 from torch import nn
 
-__all__ = ["check_model", "check_number", "nearest", "words"]
-
 
 def check_model(model: object, function: str) -> None:
     """Raise where ``model`` is not a module. A class or a function was probably meant to be called first."""

@@ -16,8 +16,6 @@ from .contract import ClosedRule, Coefficients, Moments, Passes, Rule
 from .expression import differentiate_plain, plain, plain_moments, wants_plain
 from .rows import Rows
 
-__all__ = ["normalize", "slice_moments"]
-
 
 def normalize(
     x: Tensor,  # [N, C, *S]
@@ -58,9 +56,7 @@ def normalize(
         return y.contiguous(memory_format=layout), seen
     if (result := passes_for(x).normalize(x, rule, tensors, weight, bias, rows)) is not None:
         return result
-    returned: list[
-        Any
-    ] = []  # autograd functions return tensors only: the rule's second value leaves through this list
+    returned: list[Any] = []  # autograd functions return tensors only: the rule's second value leaves through this list
     arguments = (x, rule, rows, returned, weight, bias, *tensors)
     if torch.is_grad_enabled():
         y = _Normalize.apply(*arguments)
@@ -153,9 +149,7 @@ class _Normalize(torch.autograd.Function):
         dx = None
         if needs[0]:
             dx = passes.input_gradient(dy, x, rows, gradients.applied, offset, slope, stats[0])
-        d_tensors = tuple(
-            None if g is None else g.to(t.dtype) for g, t in zip(d_tensors, tensors, strict=True)
-        )
+        d_tensors = tuple(None if g is None else g.to(t.dtype) for g, t in zip(d_tensors, tensors, strict=True))
         return (dx, None, None, None, gradients.weight, gradients.bias, *d_tensors)
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from .backends import kernels, kernels_serve, must_trace
 from .cache import remembered
 
-__all__ = ["Rows", "add_up", "rows_of_runs", "run_ends", "run_of", "sum_runs", "take"]
-
 
 def add_up(t: Tensor, index: Tensor | None, number: int, dim: int = 0) -> Tensor:
     """``[M, ...]`` to ``[number, ...]``: row ``m`` is added to row ``index[m]``. Without an index, all make one sum.
@@ -111,9 +109,7 @@ def rows_of_runs(channels: int, spatial: int, groups: tuple[int, ...]) -> Rows:
     spatial = index(spatial)  # a compiler's symbol becomes a number: another resolution has other rows
     whole = channels * spatial
     step = gcd(spatial, *(whole // g for g in groups))
-    if all(whole % g == 0 for g in groups) and (
-        step >= 8 or step in (spatial, *(whole // g for g in groups))
-    ):
+    if all(whole % g == 0 for g in groups) and (step >= 8 or step in (spatial, *(whole // g for g in groups))):
         return Rows(channels, spatial // step)
     ends = {spatial * (c + 1) for c in range(channels)} | {end for g in groups for end in run_ends(whole, g)}
     return Rows(channels, 1, tuple(sorted(ends)))

@@ -24,9 +24,6 @@ from .launch_plans import LaunchPlan, LaunchPlans
 from .shapes import in_layout, in_layout_of
 from .tiles import ceil
 
-__all__ = ["NO_BOUNDS", "NoGradInputs", "RuleOf", "backward_in_python", "for_kernels", "run"]
-
-
 # Batch renorm's schedule as the kernels take it, for layers without one, and the slope of leaky relu.
 NO_BOUNDS = (1.0, 0.0, 0.0, 1.0, 1.0, LEAK)
 
@@ -98,9 +95,7 @@ class _Normalize(torch.autograd.Function):
         returned: list[tuple[LaunchPlan, Tensor]] | None,
         entry: Any,
     ) -> Tensor:
-        residual_like_x = (
-            None if residual is None else in_layout_of(residual, x, plans.config.shape.channels_last)
-        )
+        residual_like_x = None if residual is None else in_layout_of(residual, x, plans.config.shape.channels_last)
         segment, mean, var, batches, numbers, branch = no_grad_inputs
         if mean is None:
             branch = 0  # this batch normalizes, and nothing moves
@@ -150,9 +145,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         rule_and_rows, no_grad_inputs, label = ctx.rest
         needs = ctx.needs_input_grad[:8]
-        found = _backward(
-            ctx.plan, rule_and_rows, no_grad_inputs, label, ctx.work, ctx.saved_tensors, needs, dy
-        )
+        found = _backward(ctx.plan, rule_and_rows, no_grad_inputs, label, ctx.work, ctx.saved_tensors, needs, dy)
         return (*found, *(None,) * 7)
 
 
@@ -178,9 +171,7 @@ def _backward(
     if wants_plain(dy):
         rule_of, rows = rule_and_rows
         rule = rule_of(plan, work, no_grad_inputs)
-        return _differentiate_again(
-            rule, rows, plan.config.act, no_grad_inputs.numbers[7], label, values, needs, dy
-        )
+        return _differentiate_again(rule, rows, plan.config.act, no_grad_inputs.numbers[7], label, values, needs, dy)
     config, shape = plan.config, plan.shape
     x = in_layout(x, shape.channels_last)
     dy = in_layout_of(dy, x, shape.channels_last)
@@ -195,9 +186,7 @@ def _backward(
     if weight is not None:
         assert bias is not None
         d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
-    if (
-        weight2 is not None and label is not None
-    ):  # rows of the table that no sample chose have a zero gradient
+    if weight2 is not None and label is not None:  # rows of the table that no sample chose have a zero gradient
         room = ceil(weight2.numel(), 16) * 16  # kernels expect both to begin at a multiple of 16 bytes
         both = weight2.new_zeros(2 * room)
         d_weight2, d_bias2 = (both.as_strided(weight2.shape, weight2.stride(), k) for k in (0, room))

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..statistics.base import Sources
     from ..statistics.renorm import Renorm
 
-__all__ = ["ClosedRule", "batch_views", "bounds_of", "closed_rule_of", "config_of", "normalize"]
-
 
 class ClosedRule(NamedTuple):
     """A rule of the closed family as the kernels take it."""

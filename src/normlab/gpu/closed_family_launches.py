@@ -13,9 +13,6 @@ from .shapes import Shape
 from .single_passes import passes_of_x
 from .tiles import BLOCK, JOINED, PASSES, ceil, power, tiles
 
-__all__ = ["ClosedFamilyConfig", "ClosedFamilyPlan", "plans_for"]
-
-
 # The tensors and numbers of a call that the kernels of batch norm take: no segments, labels and mixtures.
 _FORWARD = ((*range(9), *range(13, 17)), (0, 1, 7))
 _BACKWARD = ((*range(12), *range(16, 20), 22), (0, 1))
@@ -100,9 +97,7 @@ class ClosedFamilyPlan(LaunchPlan):
         by_channels = ceil(shape.c, _COLUMNS)
         affine = by_channels if config.shared or config.second or config.logits > 1 else 0
         table_rows = {TABLE: shape.n, SMALL_TABLE: config.table}.get(config.second, 0)
-        return _Programs(
-            self.sample_cells, batch, batch if self.live else 0, affine, table_rows * by_channels
-        )
+        return _Programs(self.sample_cells, batch, batch if self.live else 0, affine, table_rows * by_channels)
 
     def _plan_launches(self, programs: _Programs) -> None:
         config, shape = self.config, self.shape
@@ -143,9 +138,7 @@ class ClosedFamilyPlan(LaunchPlan):
         single = None if self.meet else passes_of_x(shape, config.act, config.residual)
         ahead = single and {0: single.moments, 1: single.join_moments, 4: single.apply}
         after = single and {0: single.sums, 1: single.join_sums, 4: single.gradient}
-        self.forward = launches_of(
-            closed_family_kernels.forward, forward_programs, forward, self, single=ahead
-        )
+        self.forward = launches_of(closed_family_kernels.forward, forward_programs, forward, self, single=ahead)
         # Where only dx is wanted and no statistic depends on x, no sums are needed.
         self.backward, self.backward_of_x, self.backward_of_parameters = (
             launches_of(closed_family_kernels.backward, wanted, backward, self, single=after)

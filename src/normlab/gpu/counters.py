@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["counter_address"]
-
 
 def counter_address(device: int, stream: int, programs: int) -> int:
     """The address of the counter of a launch. There is one for each stream and number of programs.

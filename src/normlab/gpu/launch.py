@@ -17,9 +17,6 @@ from .counters import counter_address
 from .host import describe
 from .tiles import processors_of
 
-__all__ = ["DIRECT", "Launch", "Stage", "addresses", "on_device"]
-
-
 Tensors: TypeAlias = tuple[Tensor | None, ...]
 # Triton for CUDA lets compiled kernels be called directly, and lets their programs wait for each other.
 DIRECT = torch.version.hip is None

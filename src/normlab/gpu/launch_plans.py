@@ -14,9 +14,6 @@ from ..engine.backends import one_launch
 from .launch import DIRECT, Launch
 from .shapes import Shape
 
-__all__ = ["LaunchPlan", "LaunchPlans", "fits_one_launch", "launches_of"]
-
-
 # Elements of x up to which one launch does everything. Larger inputs are bound by the device, and a pass is faster with
 # as many programs as it likes.
 WHOLE = 1 << 24

@@ -11,9 +11,6 @@ from .shapes import Shape
 from .single_passes import passes_of_x
 from .tiles import BLOCK, JOINED, PASSES, ceil, power, tiles
 
-__all__ = ["ModeNormConfig", "ModeNormPlan", "plans_for"]
-
-
 # The tensors and numbers of a call that the kernels take. The weight and bias of the gates stand where mixtures have
 # their logits, and there are no segments and labels.
 _FORWARD = ((*range(9), *range(11, 17)), (0, 1, 7))
@@ -64,23 +61,12 @@ class ModeNormPlan(LaunchPlan):
             summing.programs, ceil(2 * rows, JOINED) if self.partial_floats else 0, by_channels, n, by_channels,
             writing.programs,
         )  # fmt: skip
-        forward = (
-            *sizes,
-            *moments[:2],
-            *writing[:2],
-            whole_rows,
-            *blocks,
-            config.live,
-            config.update,
-            *flags,
-        )
+        forward = (*sizes, *moments[:2], *writing[:2], whole_rows, *blocks, config.live, config.update, *flags)
         backward = (*sizes, *summing[:2], *writing[:2], *blocks, config.live, *flags)
         single = None if self.meet else passes_of_x(shape, config.act, config.residual)
         ahead = single and {0: single.moments, 1: single.join_moments, 4: single.apply}
         after = single and {0: single.sums, 1: single.join_sums, 5: single.gradient}
-        self.forward = launches_of(
-            mode_norm_kernels.forward, forward_programs, forward, self, _FORWARD, ahead
-        )
+        self.forward = launches_of(mode_norm_kernels.forward, forward_programs, forward, self, _FORWARD, ahead)
         self.backward, self.backward_of_parameters = (
             launches_of(mode_norm_kernels.backward, programs, backward, self, _BACKWARD, after)
             for programs in (backward_programs, (*backward_programs[:5], 0))

@@ -27,22 +27,6 @@ if TYPE_CHECKING:
     from ..engine.rows import Rows
     from ..statistics.plans import Plan
 
-__all__ = [
-    "apply",
-    "back_through_pools",
-    "gradients",
-    "input_gradient",
-    "moments",
-    "move_running",
-    "pool",
-    "pool_launch",
-    "sparsest",
-    "strides",
-    "sum_runs",
-    "too_large",
-    "too_many",
-]
-
 
 _MANY_ROWS = 1 << 28  # from here on, 32 bits do not count everything that is kept of each row
 # Beyond these, sums are torch's, which run more programs: samples of a sum over samples, and rows of a pool.
@@ -68,13 +52,7 @@ def _run_pass(name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, .
 
 @lru_cache(maxsize=4096)
 def _launch_on_rows(
-    name: str,
-    grid: int,
-    fixed: tuple[Any, ...],
-    device: int,
-    types: Any,
-    aligned: tuple[bool, ...],
-    warps: int,
+    name: str, grid: int, fixed: tuple[Any, ...], device: int, types: Any, aligned: tuple[bool, ...], warps: int
 ) -> Launch:
     modules = (around_rule, uneven_rows, sparsestmax)
     kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
@@ -88,10 +66,7 @@ def _run_on_rows(
     first = tensors[0]
     assert first is not None
     device, pointers = first.device.index if first.is_cuda else -1, addresses(tensors)
-    types, aligned = (
-        tuple([t if t is None else t.dtype for t in tensors]),
-        tuple([p % 16 == 0 for p in pointers]),
-    )
+    types, aligned = (tuple([t if t is None else t.dtype for t in tensors]), tuple([p % 16 == 0 for p in pointers]))
     with on_device(device):
         _launch_on_rows(name, grid, fixed, device, types, aligned, warps)(tensors, pointers, numbers)
 

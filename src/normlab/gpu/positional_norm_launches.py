@@ -15,9 +15,6 @@ from .launch_plans import LaunchPlan, LaunchPlans
 from .shapes import Shape
 from .tiles import ceil, power, processors_of
 
-__all__ = ["PositionalNormConfig", "PositionalNormPlan", "plans_for"]
-
-
 # The tensors and numbers of a call that the kernels take. They have one affine map: it stands where the shared one does
 # or, where each sample has its own (True), where the second one does.
 _FORWARD = {False: ((0, 1, 2, 5, 6), (1, 7)), True: ((0, 1, 2, 7, 8), (1, 7))}

@@ -25,8 +25,6 @@ from ..statistics.plans import Pooled
 from .recorded_rule_launches import LaunchesAfterCombine, RecordedRuleConfig, RecordedRulePlan
 from .shapes import in_layout, in_layout_of
 
-__all__ = ["run"]
-
 
 def run(
     x: Tensor,  # dense
@@ -160,9 +158,7 @@ class _Normalize(torch.autograd.Function):
             d_weight, d_bias = (torch.empty(t.shape, dtype=t.dtype, device=x.device) for t in (weight, bias))
         # The residual's gradient is the gradient before the activation; without an activation, it is dy.
         d_inner = torch.empty_like(x) if config.residual and config.act else None
-        residual_like_x = (
-            None if residual is None else _aligned(in_layout_of(residual, x, shape.channels_last))
-        )
+        residual_like_x = None if residual is None else _aligned(in_layout_of(residual, x, shape.channels_last))
         _, scale, shift = ctx.standard
         given = (dy, x, residual_like_x, d_inner, back, work, partials, scale, shift, weight)
         launches.sums(recorded)((*given, *d_standard, d_weight, d_bias), (LEAK,))
@@ -189,10 +185,7 @@ def _aligned(t: Tensor) -> Tensor:
 
 
 def _through_rule(
-    standard: Coefficients,
-    recorded: Sequence[bool],
-    d_standard: Sequence[Tensor | None],
-    leaves: Sequence[Tensor],
+    standard: Coefficients, recorded: Sequence[bool], d_standard: Sequence[Tensor | None], leaves: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Gradients at the ``leaves``. The graph is kept, so that backward can run again under ``retain_graph``."""
     outputs = [t for t, r in zip(standard, recorded, strict=True) if r]
@@ -205,11 +198,7 @@ def _through_rule(
 
 
 def _differentiate_again(
-    rule: PooledRule,
-    config: RecordedRuleConfig,
-    values: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    dy: Tensor,
+    rule: PooledRule, config: RecordedRuleConfig, values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the plain expression: differentiated again, or taken for several ``dy`` at once."""
     name = next(n for n, k in ACTIVATIONS.items() if k == config.act)

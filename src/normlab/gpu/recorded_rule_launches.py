@@ -18,16 +18,6 @@ from .shapes import Shape
 from .single_passes import pass_launch
 from .tiles import BLOCK, ceil, power, tiles
 
-__all__ = [
-    "MOST_POOLS",
-    "LaunchesAfterCombine",
-    "OnePool",
-    "RecordedRuleConfig",
-    "RecordedRulePlan",
-    "plan_for",
-]
-
-
 _COLUMNS, _SAMPLES = 16, 64  # rows and samples that a program looks at together
 _LONG = 1024  # rows that a program which sums rows looks at together
 MOST_POOLS = 7  # the compiled host path takes a number for each pool, and has room for 8 numbers
@@ -210,12 +200,7 @@ class LaunchesAfterCombine:
 
 
 def _launch_on_rows(
-    name: str,
-    programs: int,
-    fixed: tuple[Any, ...],
-    shape: Shape,
-    which: Sequence[int],
-    numbers: Sequence[int] = (),
+    name: str, programs: int, fixed: tuple[Any, ...], shape: Shape, which: Sequence[int], numbers: Sequence[int] = ()
 ) -> Launch:
     kernel = getattr(around_rule_kernels, name)
     return Launch(kernel, programs, fixed, shape.device, takes=(which, numbers))

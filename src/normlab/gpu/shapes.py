@@ -11,8 +11,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ..engine.rows import Rows
 
-__all__ = ["Shape", "dense", "in_layout", "in_layout_of", "shape_of"]
-
 
 class Shape(NamedTuple):
     """The shape of an input, cut into rows."""

@@ -12,8 +12,6 @@ from .launch import Launch
 from .shapes import Shape
 from .tiles import BLOCK, JOINED, PASSES, ceil, tiles
 
-__all__ = ["PassesOfX", "pass_launch", "passes_of_x"]
-
 
 def pass_launch(
     name: str, shape: Shape, act: int = 0, residual: bool = False, per_channel: bool = False, *, join: bool = False,

@@ -9,9 +9,6 @@ import torch
 
 from .shapes import Shape
 
-__all__ = ["BLOCK", "JOINED", "PASSES", "Tiles", "ceil", "power", "processors_of", "tiles"]
-
-
 BLOCK = 256  # rows a program takes when it works on [N, R] and not on x
 JOINED = BLOCK // 4  # rows a program takes when it joins the splits of rows
 PASSES = ("moments", "sums", "write")

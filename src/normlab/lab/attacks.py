@@ -92,9 +92,7 @@ class Attack:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LabError(f"{name}={value!r} is out of range; expected a whole number, 1 or more")
         if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
-            raise LabError(
-                f"clip={self.clip!r} is out of range; expected a positive number of standard deviations"
-            )
+            raise LabError(f"clip={self.clip!r} is out of range; expected a positive number of standard deviations")
         if self.restarts > 1 and not self.random_start:
             raise LabError(
                 f"restarts={self.restarts} without random_start=True would repeat the same run; set it, or restarts=1"
@@ -159,11 +157,7 @@ class Attack:
         self._check(x, y)
         space = self._space(model, x, mean, std)
         # The loop needs gradients, also inside an outer no_grad or inference_mode.
-        with (
-            as_found(model, training=training, update=update),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
+        with as_found(model, training=training, update=update), torch.inference_mode(False), torch.enable_grad():
             start, y = x.detach().clone(), y.detach().clone()
             if self.restarts == 1:
                 return self._run(model, start, y, space, generator)
@@ -215,11 +209,7 @@ class Attack:
                 )
 
     def _space(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        mean: Tensor | Sequence[float] | None,
-        std: Tensor | Sequence[float] | None,
+        self, model: nn.Module, x: Tensor, mean: Tensor | Sequence[float] | None, std: Tensor | Sequence[float] | None
     ) -> _Space:
         if self.units == "pixels" and self.clip is None:
             self.check_radius((1.0,), x[0].numel() if len(x) else 1)
@@ -356,9 +346,7 @@ def _statistic(name: str, model: nn.Module, x: Tensor, given: Tensor | Sequence[
         )
     value = torch.as_tensor(given, dtype=x.dtype, device=x.device).detach().reshape(-1, 1, 1)
     if len(value) not in (1, x.shape[1]):
-        raise LabError(
-            f"{name} has {len(value)} values for images of {x.shape[1]} channels; expected one a channel"
-        )
+        raise LabError(f"{name} has {len(value)} values for images of {x.shape[1]} channels; expected one a channel")
     return value
 
 
@@ -421,12 +409,7 @@ def shown(value: float) -> str:
     ('8/255', '0.03', '2')
     """
     levels = value * 255
-    if (
-        0 < value < 1
-        and abs(levels - round(levels)) < 1e-9
-        and round(levels) / 255 == value
-        and len(repr(value)) > 6
-    ):
+    if 0 < value < 1 and abs(levels - round(levels)) < 1e-9 and round(levels) / 255 == value and len(repr(value)) > 6:
         return f"{round(levels)}/255"
     return repr(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
 

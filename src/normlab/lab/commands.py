@@ -30,34 +30,22 @@ Norms = Annotated[
 ]
 Seeds = Annotated[str | None, typer.Option("--seeds", help="How many, 3, or which, 0,2,5.", metavar="SEEDS")]
 Out = Annotated[Path | None, typer.Option(help="Folder for all results.")]
-DataName = Annotated[
-    str | None, typer.Option("--data", help="Data set, by name, or folder:PATH.", metavar="NAME")
-]
+DataName = Annotated[str | None, typer.Option("--data", help="Data set, by name, or folder:PATH.", metavar="NAME")]
 Root = Annotated[Path | None, typer.Option(help="Folder of data sets; the default is $NORMLAB_DATA.")]
 Download = Annotated[bool, typer.Option("--download", help="Download data that are missing.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU is used if there is one.")]
 Processes = Annotated[int | None, typer.Option(help="Runs to train at once, on one GPU or on all.", min=1)]
 Config = Annotated[Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.")]
-Measure = Annotated[
-    str | None, typer.Option(help="Measurements with commas: clean,noise,pgd(eps=8/255,units=pixels).")
-]
+Measure = Annotated[str | None, typer.Option(help="Measurements with commas: clean,noise,pgd(eps=8/255,units=pixels).")]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")]
 Checkpoint = Annotated[Path | None, typer.Argument(help="A checkpoint, or a run's folder.")]
-Module = Annotated[
-    str | None, typer.Option(help="Your own: package.module:function, called without arguments.")
-]
+Module = Annotated[str | None, typer.Option(help="Your own: package.module:function, called without arguments.")]
 Weights = Annotated[Path | None, typer.Option(help="Weights for --module, .safetensors or .pt.")]
 Mean = Annotated[str | None, typer.Option(help="Mean to subtract from the pixels for --module, by channel.")]
-Std = Annotated[
-    str | None, typer.Option(help="Deviation to divide by. Without both, it takes pixels in [0, 1].")
-]
+Std = Annotated[str | None, typer.Option(help="Deviation to divide by. Without both, it takes pixels in [0, 1].")]
 Pretrained = Annotated[Path | None, typer.Option(help="Folder of pretrained weights, where needed.")]
-Photographs = Annotated[
-    Path | None, typer.Option(help="Folder of ImageNet's validation images, where needed.")
-]
-Network = Annotated[
-    str, typer.Argument(help="Network by name, torchvision:NAME, timm:NAME, or a checkpoint.")
-]
+Photographs = Annotated[Path | None, typer.Option(help="Folder of ImageNet's validation images, where needed.")]
+Network = Annotated[str, typer.Argument(help="Network by name, torchvision:NAME, timm:NAME, or a checkpoint.")]
 
 app = typer.Typer(
     help="Compare normalization layers: train, measure, report.",
@@ -109,9 +97,7 @@ def seeds_of(text: str) -> list[int]:
     if "," not in text:
         numbers = list(range(numbers[0])) if numbers and numbers[0] > 0 else []
     if not numbers or min(numbers) < 0:
-        raise LabError(
-            f"--seeds is a number of seeds, 3, or the seeds themselves, 0,2,5 (one: 2,); got {text!r}."
-        )
+        raise LabError(f"--seeds is a number of seeds, 3, or the seeds themselves, 0,2,5 (one: 2,); got {text!r}.")
     return numbers
 
 
@@ -347,9 +333,7 @@ def bench(
 def inspect(
     model: Network,
     norm: Annotated[str, typer.Option(help="Normalization of a network by name.")] = "batch",
-    data: Annotated[
-        str | None, typer.Option(help="Data set that decides its input; 32 x 32 colour otherwise.")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="Data set that decides its input; 32 x 32 colour otherwise.")] = None,
     root: Root = None,
     download: Download = False,
 ) -> None:
@@ -367,9 +351,7 @@ def inspect(
         colour: Any = SimpleNamespace(
             channels=3, size=(32, 32), classes=tuple("0123456789"), mean=(0.5,) * 3, std=(0.25,) * 3
         )
-        like = (
-            colour if data is None else load_data(replace(settings, data=data), root=root, download=download)
-        )
+        like = colour if data is None else load_data(replace(settings, data=data), root=root, download=download)
         net = build_model(settings, like)
     typer.echo(describe(net.eval()))
 

@@ -53,9 +53,7 @@ class Data:
                                )  # fmt: skip
         if self.train.x.shape[1:] != self.test.x.shape[1:]:
             shapes = " and ".join(str(list(part.x.shape[1:])) for part in (self.train, self.test))
-            raise LabError(
-                f"training and test images of {self.name} differ in shape, {shapes}; expected the same"
-            )
+            raise LabError(f"training and test images of {self.name} differ in shape, {shapes}; expected the same")
         for what, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels):
                 raise LabError(f"{self.name} has images of {self.channels} channels and a {what} of {len(values)} "
@@ -81,9 +79,7 @@ class Data:
 
     def subset(self, train: int | None = None, test: int | None = None) -> Data:
         """The first ``train`` and ``test`` images, with the same shares of classes as in the whole."""
-        return replace(
-            self, train=_first(self.train, train, "training"), test=_first(self.test, test, "test")
-        )
+        return replace(self, train=_first(self.train, train, "training"), test=_first(self.test, test, "test"))
 
 
 def _check_images(what: str, x: Tensor, y: Tensor) -> None:
@@ -96,13 +92,9 @@ def _check_images(what: str, x: Tensor, y: Tensor) -> None:
 def _check_kinds(what: str, x: Tensor, y: Tensor) -> None:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         got = f"{type(x).__name__} and {type(y).__name__}"
-        raise LabError(
-            f"{what} and their labels are tensors; got {got}; torch.as_tensor(...) makes them of arrays"
-        )
+        raise LabError(f"{what} and their labels are tensors; got {got}; torch.as_tensor(...) makes them of arrays")
     if x.dim() != 4 or y.dim() != 1:
-        raise LabError(
-            f"{what} are [N, C, H, W] and their labels [N]; got {list(x.shape)} and {list(y.shape)}"
-        )
+        raise LabError(f"{what} are [N, C, H, W] and their labels [N]; got {list(x.shape)} and {list(y.shape)}")
     if y.dtype != torch.int64:
         raise LabError(f"labels of {what} are whole numbers, int64; got {y.dtype}; y.long() makes them so")
 
@@ -130,9 +122,7 @@ def _first(images: Images, number: int | None, what: str) -> Images:
         return images
     total = len(images.y)
     if not 1 <= number <= total:
-        raise LabError(
-            f"there are {total:,} {what} images; a subset has between 1 and all of them, not {number:,}"
-        )
+        raise LabError(f"there are {total:,} {what} images; a subset has between 1 and all of them, not {number:,}")
     _, y = images.y.unique(return_inverse=True)
     counts = y.bincount()
     exact = counts.double() * number / total
@@ -199,9 +189,7 @@ def _mean_std(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple((mean / 255).tolist()), tuple((std / 255).tolist())
 
 
-def load(
-    name: str, *, root: str | Path | None = None, download: bool = False, size: int | None = None
-) -> Data:
+def load(name: str, *, root: str | Path | None = None, download: bool = False, size: int | None = None) -> Data:
     """A data set by name, in memory.
 
     Args:

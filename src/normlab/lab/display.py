@@ -58,9 +58,7 @@ class Clock:
 class Lines(Watcher):
     """Prints a line for each training and each measurement, for logs and pipes."""
 
-    def __init__(
-        self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any
-    ) -> None:
+    def __init__(self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any) -> None:
         self.console, self.label = console, label
         self.grid, self.measurements = list(grid), list(measurements)
         self.cells: dict[str, dict[str, list[float]]] = {}
@@ -109,9 +107,7 @@ class Lines(Watcher):
 
     def trained(self, settings: Settings) -> None:
         said = "".join(
-            f", {k.replace('_', ' ')} {self.line[k]:.4g}"
-            for k in ("loss", "accuracy")
-            if self.line.get(k) is not None
+            f", {k.replace('_', ' ')} {self.line[k]:.4g}" for k in ("loss", "accuracy") if self.line.get(k) is not None
         )
         self._say(f"{self._who(settings)}: {settings.epochs} epoch{'s' * (settings.epochs != 1)}{said}")
 
@@ -142,9 +138,7 @@ class Lines(Watcher):
 class Screen(Lines):
     """Shows the means so far, a bar for the study, and a bar for each run in progress."""
 
-    def __init__(
-        self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any
-    ) -> None:
+    def __init__(self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any) -> None:
         super().__init__(console, grid, measurements, label)
         self.bars = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -182,9 +176,7 @@ class Screen(Lines):
     def epoch(self, line: dict[str, Any]) -> None:
         super().epoch(line)
         said = f"  {line['accuracy']:.1f} %" if line.get("accuracy") is not None else ""
-        self.bars.update(
-            self.now, completed=line["epoch"], left=f"loss {line.get('loss') or float('nan'):.3f}{said}"
-        )
+        self.bars.update(self.now, completed=line["epoch"], left=f"loss {line.get('loss') or float('nan'):.3f}{said}")
         self._tick()
 
     def measuring(self, settings: Settings, measurement: str) -> None:

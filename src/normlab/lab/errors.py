@@ -22,9 +22,7 @@ def of_memory(error: BaseException) -> str | None:
     """A sentence if an error says that memory ran out; None for other errors."""
     import torch
 
-    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(
-        error
-    ):
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
         return None
     what = (str(error) or type(error).__name__).splitlines()[0]
     return (

@@ -26,16 +26,7 @@ from ..layers.conditions import current
 from .attacks import KINDS, Ball
 from .data import check_data
 from .errors import LabError, NotFinite, warn
-from .measurements import (
-    MEASUREMENTS,
-    Arguments,
-    Budget,
-    Subject,
-    attack_of,
-    budget,
-    open_corruptions,
-    title_of,
-)
+from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions, title_of
 from .mixing import pair_of
 from .predict import (
     BETWEEN,
@@ -143,10 +134,7 @@ class Measurement:
         subject_model = model
         if "mix" in given:
             subject_model = predict_with(
-                model,
-                branches=given.get("branches"),
-                weight=given["mix"],
-                of=given.get("of", "probabilities"),
+                model, branches=given.get("branches"), weight=given["mix"], of=given.get("of", "probabilities")
             )
         done = 0
 
@@ -298,9 +286,7 @@ def parse(text: str) -> Measurement:
         key, equals, value = part.partition("=")
         if not equals:
             if i or not MEASUREMENTS[name].takes:
-                raise LabError(
-                    f"{text!r}: {part!r} has no name; expected argument=value, of: {', '.join(takes)}"
-                )
+                raise LabError(f"{text!r}: {part!r} has no name; expected argument=value, of: {', '.join(takes)}")
             key, value = takes[0], part
         key = _SHORT.get(key.strip(), key.strip())
         if key not in takes:
@@ -312,9 +298,7 @@ def parse(text: str) -> Measurement:
         except LabError as error:
             raise LabError(f"{name}: {key}={value.strip()}: {error}") from None
         if key == "eps" and value.replace("]", "").strip().endswith("/255") and "units" not in rest:
-            raise LabError(
-                f"{name}: eps={value.strip()} looks like pixels; add units=pixels, or units=standardised"
-            )
+            raise LabError(f"{name}: eps={value.strip()} looks like pixels; add units=pixels, or units=standardised")
     found = Measurement(name, tuple((k, given[k]) for k in takes if k in given))
     _check(found, given)
     return found
@@ -329,9 +313,7 @@ def _check(found: Measurement, given: Arguments) -> None:
     if len(given.get("branches", "12")) != 2:
         raise LabError(f"{found.name}: a mixture is of two branches, branches=[main, aux]")
     if "of" in given and "mix" not in given and not found.kind.startswith("between"):
-        raise LabError(
-            f"{found.name}: of says what of two branches is mixed and needs mix=..., such as mix=0.5"
-        )
+        raise LabError(f"{found.name}: of says what of two branches is mixed and needs mix=..., such as mix=0.5")
     if found.kind.startswith("between") and ("mix" in given or "branch" in given):
         raise LabError(
             f"{found.name}: {found.kind} goes from branch to branch; mix and branch are for other measurements"

@@ -91,9 +91,7 @@ def heat_map(
     with torch.no_grad(), as_found(model) if isinstance(model, nn.Module) else nullcontext():
         for first in range(0, len(waves), together):
             some = waves[first : first + together]
-            wave = (
-                torch.stack([basis(i, j, h, w) for i, j in some]).to(device, torch.float32) * norm
-            )  # [K, H, W]
+            wave = torch.stack([basis(i, j, h, w) for i, j in some]).to(device, torch.float32) * norm  # [K, H, W]
             for at in range(0, n, size):
                 part, labels = pixels(x[at : at + size].to(device)), y[at : at + size].to(device)
                 shape = (len(some), len(part), c, 1, 1)
@@ -121,9 +119,7 @@ def low_pass(x: Tensor, band: int, *, clip: bool = False) -> Tensor:
     """
     x, (h, w) = pixels(x), x.shape[-2:]
     if not 1 <= band <= max(h, w):
-        raise LabError(
-            f"A band of {band!r} is out of range: images of {h} x {w} have bands 1 to {max(h, w)}."
-        )
+        raise LabError(f"A band of {band!r} is out of range: images of {h} x {w} have bands 1 to {max(h, w)}.")
     if band < max(h, w):
         kept = [_kept(size, band, x.device) for size in (h, w)]
         spectrum = torch.fft.fft2(x) * (kept[0].unsqueeze(1) & kept[1])

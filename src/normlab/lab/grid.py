@@ -56,9 +56,7 @@ class Study:
         names = sorted(self.axes, key=lambda n: "seed" in names_of(n))
         cells = []
         for values in product(*(self.axes[n] for n in names)):
-            pairs = [
-                zip(names_of(n), tuple_of(n, v), strict=True) for n, v in zip(names, values, strict=True)
-            ]
+            pairs = [zip(names_of(n), tuple_of(n, v), strict=True) for n, v in zip(names, values, strict=True)]
             cells.append(self.base.with_(**{k: v for p in pairs for k, v in p}))
         return list(dict.fromkeys(cells))
 
@@ -82,9 +80,7 @@ class Study:
         try:
             axes = {name: axis_of(name, along) for name, along in axes.items()}
             base = Settings.from_values(values | firsts(axes))
-            return cls(
-                base, axes, DEFAULT.measurements if measurements is None else tuple(measurements), folder
-            )
+            return cls(base, axes, DEFAULT.measurements if measurements is None else tuple(measurements), folder)
         except LabError as error:
             raise LabError(f"{path}: {error}") from None
 
@@ -155,11 +151,7 @@ def make_study(
     base: Settings | None = None,
 ) -> Study:
     """The study of :func:`compare`: settings that are lists become axes, in the order norm, others, seed."""
-    lists = {
-        k: v
-        for k, v in settings.items()
-        if isinstance(v, (list, tuple)) and k not in ("milestones", "options")
-    }
+    lists = {k: v for k, v in settings.items() if isinstance(v, (list, tuple)) and k not in ("milestones", "options")}
     single = {k: v for k, v in settings.items() if k not in lists}
     seeds = range(seeds) if isinstance(seeds, int) else seeds
     along = {"norm": norms if isinstance(norms, str) else list(norms), **lists, "seed": list(seeds)}

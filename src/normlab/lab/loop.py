@@ -115,16 +115,12 @@ def fit(
 def _scalars(values: Any) -> dict[str, Tensor]:
     """Check what a recipe's step returned: scalars by name, and a loss with a gradient."""
     if not isinstance(values, dict) or "loss" not in values:
-        got = (
-            f"the names {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
-        )
+        got = f"the names {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise LabError(f"a step returns scalars by name, {{'loss': ...}} and what else is logged; got {got}")
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.dim():
             got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise LabError(
-                f"a step returns scalars by name, each a tensor without dimensions; {name!r} is {got}"
-            )
+            raise LabError(f"a step returns scalars by name, each a tensor without dimensions; {name!r} is {got}")
     if not values["loss"].requires_grad:
         raise LabError("the loss of a step has no gradient; it was detached, or depends on no parameter")
     return values
@@ -198,9 +194,7 @@ class _Trainer:
         """Batches with every training image once, in an order of this epoch; images may still be bytes."""
         settings, device = self.ctx.settings, self.ctx.device
         x, y = self.ctx.data.train
-        order = torch.randperm(
-            len(y), generator=generator(settings.seed, "order", epoch, device=device), device=device
-        )
+        order = torch.randperm(len(y), generator=generator(settings.seed, "order", epoch, device=device), device=device)
         order = order[: self.images]
         draw = generator(settings.seed, "augment", epoch, device=device)
         size = settings.batch_size
@@ -222,9 +216,7 @@ class _Trainer:
             self._step(batch)
             return
         if self.captured is None:
-            self.captured = Captured(
-                lambda *tensors: self._step(Batch.of(tensors)), batch.tensors, self.ctx.generator
-            )
+            self.captured = Captured(lambda *tensors: self._step(Batch.of(tensors)), batch.tensors, self.ctx.generator)
         if not self.captured(*batch.tensors):  # for example, the model reads a value from the device
             self.watch.note(
                 "A step of this model cannot be captured as a CUDA graph; it runs as usual, more slowly. "

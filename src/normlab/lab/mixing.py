@@ -37,9 +37,7 @@ def branches_of(model: nn.Module) -> tuple[str, ...]:
     found = {cast(Any, m).branches for m in model.modules() if "branch" in getattr(m, "wants", ())}
     if len(found) > 1:
         names = "; ".join(words(b) for b in sorted(found))
-        raise LabError(
-            f"separated layers differ in their branches: {names}; give all the same names in the same order"
-        )
+        raise LabError(f"separated layers differ in their branches: {names}; give all the same names in the same order")
     return next(iter(found), ())
 
 
@@ -52,9 +50,7 @@ def pair_of(model: nn.Module, branches: Sequence[str] | None = None, weight: flo
         raise LabError(f"a mixture is of two branches, such as ['main', 'aux']; got {branches!r}")
     known = branches_of(model)
     if not known:
-        raise LabError(
-            f"{type(model).__name__} has no separated layers to mix; convert(model, 'auxiliary') makes some"
-        )
+        raise LabError(f"{type(model).__name__} has no separated layers to mix; convert(model, 'auxiliary') makes some")
     if branches is None:
         branches = ("main", "aux") if {"main", "aux"} <= set(known) else known
         if len(branches) != 2:
@@ -69,9 +65,7 @@ def pair_of(model: nn.Module, branches: Sequence[str] | None = None, weight: flo
 
 
 @contextmanager
-def mixed_branches(
-    model: nn.Module, weight: float, branches: Sequence[str] | None = None
-) -> Iterator[nn.Module]:
+def mixed_branches(model: nn.Module, weight: float, branches: Sequence[str] | None = None) -> Iterator[nn.Module]:
     """Within it, separated layers lie between two branches: ``weight`` 0 is the first, 1 the second.
 
     The branches are main and aux, or the two that the model has, unless others are named.

@@ -34,19 +34,14 @@ def shared(watch: Watcher) -> Iterator[dict[str, str]]:
         return
     control = shutil.which(_CONTROL)
     if control is None:
-        watch.note(
-            f"{_CONTROL} is not installed, so processes take turns on a GPU and are not faster together."
-        )
+        watch.note(f"{_CONTROL} is not installed, so processes take turns on a GPU and are not faster together.")
         yield {}
         return
     with ExitStack() as open_:
         try:
             made = tempfile.TemporaryDirectory(prefix="normlab-mps-", ignore_cleanup_errors=True)
             folder = Path(open_.enter_context(made))
-            own = {
-                "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
-                "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
-            }
+            own = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
             for part in own.values():
                 Path(part).mkdir()
             said = _started(control, own, folder / "said")

@@ -121,9 +121,7 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
         raise LabError(f"there is no norm {call.func.id!r}; {nearest(name, (*TARGETS, *_MORE))}")
     first = _first(name)
     if len(call.args) > (first is not None):
-        raise LabError(
-            f"{name} takes {'one value' if first else 'no value'} without a name; got {ast.unparse(call)}"
-        )
+        raise LabError(f"{name} takes {'one value' if first else 'no value'} without a name; got {ast.unparse(call)}")
     try:
         given = [*zip([first], call.args, strict=False), *((key.arg, key.value) for key in call.keywords)]
         options = {str(key): ast.literal_eval(value) for key, value in given}
@@ -140,9 +138,7 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
     required = TARGETS[name].required if name in TARGETS else ()
     if "ghost" in required and options.get("ghost") is None:
         raise LabError("ghost needs the number of samples that share statistics: ghost(16)")
-    order = sorted(
-        options, key=lambda key: (key != first, key)
-    )  # one text for one norm, however it was written
+    order = sorted(options, key=lambda key: (key != first, key))  # one text for one norm, however it was written
     values = ((key, options[key]) for key in order)
     return NormSpec(name, tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in values))
 
@@ -153,11 +149,7 @@ def _known(name: str, options: dict[Any, Any]) -> list[str]:
     if name in ("none", "weight", "fixup"):
         return ["final_norm"] if name == "fixup" else []
     if name == "torch":
-        return [
-            p
-            for p in inspect.signature(nn.BatchNorm2d).parameters
-            if p not in ("num_features", "device", "dtype")
-        ]
+        return [p for p in inspect.signature(nn.BatchNorm2d).parameters if p not in ("num_features", "device", "dtype")]
     return options_of(name, options)
 
 
@@ -185,9 +177,7 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
     if isinstance(made, layers.Norm):
         pools = made.statistics.pools
         if dims == 1 and pools and all(p.kind == "channel" and not p.over_batch for p in pools):
-            raise ValueError(
-                "one value a sample and channel has no statistics; use layer, group or batch in an MLP"
-            )
+            raise ValueError("one value a sample and channel has no statistics; use layer, group or batch in an MLP")
         if made.statistics.channels_at_end:
             raise ValueError("it reads channels from the last axis, and the lab's networks have them second")
     return made

@@ -59,9 +59,7 @@ def optimizer_for(phase: Phase, settings: Settings, device: torch.device) -> tor
     rate = torch.tensor(settings.lr, device=device)
     fused = device.type in ("cpu", "cuda")
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(
-            split, lr=rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused
-        )
+        return torch.optim.SGD(split, lr=rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
     return kind(split, lr=rate, fused=fused, capturable=device.type == "cuda")
 

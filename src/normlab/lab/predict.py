@@ -147,9 +147,7 @@ def check_logits(model: nn.Module, logits: Any, x: Tensor, data: Data | None = N
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise LabError(
-            f"a classifier returns logits [N, K]; {type(model).__name__} returned {got} for {len(x)} images"
-        )
+        raise LabError(f"a classifier returns logits [N, K]; {type(model).__name__} returned {got} for {len(x)} images")
     if data is not None and logits.shape[1] < len(data.classes):
         raise LabError(
             f"{type(model).__name__} has {logits.shape[1]} outputs, but {data.name} has {len(data.classes)} classes; "
@@ -273,9 +271,7 @@ def predict_with(
     has. The result is a model: you can measure it, attack it, or call it for logits.
     """
     if of not in BETWEEN:
-        raise LabError(
-            f"of={of!r} is not known; expected {', '.join(map(repr, BETWEEN[:-1]))} or {BETWEEN[-1]!r}"
-        )
+        raise LabError(f"of={of!r} is not known; expected {', '.join(map(repr, BETWEEN[:-1]))} or {BETWEEN[-1]!r}")
     return Mixed(model, pair_of(model, branches, weight), float(weight), of)
 
 

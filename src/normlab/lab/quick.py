@@ -75,9 +75,7 @@ class Halves:
         finally:
             for module, name, p in self.places:
                 module._parameters[name] = p
-        found = [
-            (p, half.grad) for p, half in zip(self.whole, self.half, strict=True) if half.grad is not None
-        ]
+        found = [(p, half.grad) for p, half in zip(self.whole, self.half, strict=True) if half.grad is not None]
         added = [(p, g) for p, g in found if p.grad is not None]
         fresh = [(p, g) for p, g in found if p.grad is None]
         with torch.no_grad():

@@ -153,9 +153,7 @@ class Ranks:
             return
         buffers = {id(b): b for b in model.buffers()}
         exact = {i: b.double() for i, b in buffers.items() if b.is_floating_point()}  # exact for equal values
-        total = [
-            (id(mean), id(var)) for m in model.modules() if isinstance(m, Norm) for mean, var in _total(m)
-        ]
+        total = [(id(mean), id(var)) for m in model.modules() if isinstance(m, Norm) for mean, var in _total(m)]
         for mean, var in total:
             exact[var] = exact[var] + exact[mean].square()
         if exact:

@@ -87,9 +87,7 @@ def _images(x: Any, y: Any, layout: str = "NHW") -> Images:
     x = torch.as_tensor(x)
     x = x.unsqueeze(1) if layout == "NHW" else x.permute(0, 3, 1, 2) if layout == "NHWC" else x
     if x.dtype != torch.uint8 or x.ndim != 4 or len(x) != len(y):
-        raise ValueError(
-            f"expected uint8 images and as many labels; got {x.dtype} {tuple(x.shape)} and {len(y)}"
-        )
+        raise ValueError(f"expected uint8 images and as many labels; got {x.dtype} {tuple(x.shape)} and {len(y)}")
     return Images(x.contiguous(), torch.as_tensor(y).long())
 
 
@@ -132,8 +130,7 @@ def _mnist(kind: str, folder: str, classes: Sequence[str]) -> Callable[[Path, bo
     def read(root: Path, download: bool) -> Parts | None:
         for here in (root / folder, root / kind / "raw"):
             found = [
-                next((p for p in (here / f"{n}-ubyte", here / f"{n}-ubyte.gz") if p.is_file()), None)
-                for n in names
+                next((p for p in (here / f"{n}-ubyte", here / f"{n}-ubyte.gz") if p.is_file()), None) for n in names
             ]
             files = [p for p in found if p is not None]
             if len(files) == len(names):
@@ -154,9 +151,7 @@ def _usps(root: Path, download: bool) -> Parts | None:
         import numpy as np
 
         with (root / "usps.npz").open("rb") as opened, np.load(opened) as file:
-            train, test = (
-                _images(file[f"{part}_images"], file[f"{part}_labels"]) for part in ("train", "test")
-            )
+            train, test = (_images(file[f"{part}_images"], file[f"{part}_labels"]) for part in ("train", "test"))
         return Parts(train, test, _DIGITS)
     if not download and not all((root / name).is_file() for name in ("usps.bz2", "usps.t.bz2")):
         return None
@@ -208,9 +203,7 @@ def _cifar10_1(root: Path, download: bool) -> Parts | None:
 
         here = root / "cifar10.1"
         for name in names:
-            download_url(
-                f"https://github.com/modestyachts/CIFAR-10.1/raw/master/datasets/{name}", str(here), name
-            )
+            download_url(f"https://github.com/modestyachts/CIFAR-10.1/raw/master/datasets/{name}", str(here), name)
     if here is None:
         return None
     x, y = (np.load(here / name) for name in names)
@@ -243,16 +236,12 @@ def read_folder(path: Path, size: int | None) -> Parts:
     (train, classes), (test, others) = _read_classes(path / "train", size), _read_classes(held, size)
     if classes != others:
         differ = sorted(set(classes) ^ set(others))
-        raise LabError(
-            f"train/ and {held.name}/ of {path} have different classes: {', '.join(differ[:5])} in one only"
-        )
+        raise LabError(f"train/ and {held.name}/ of {path} have different classes: {', '.join(differ[:5])} in one only")
     _check_number(path, classes)
     channels = max(train.x.shape[1], test.x.shape[1])  # if any image is in colour, all are read in colour
     train, test = (Images(part.x.expand(-1, channels, -1, -1), part.y) for part in (train, test))
     if train.x.shape[1:] != test.x.shape[1:]:
-        raise LabError(
-            f"images of train/ are {_shape(train.x)} and of {held.name}/ {_shape(test.x)}; give a size"
-        )
+        raise LabError(f"images of train/ are {_shape(train.x)} and of {held.name}/ {_shape(test.x)}; give a size")
     return Parts(train, test, classes)
 
 
@@ -278,9 +267,7 @@ def _read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]
     shapes = sorted({a.shape for a in arrays})
     if len(shapes) > 1:
         few = ", ".join(f"{h}x{w}" for h, w, *_ in shapes[:3])
-        raise LabError(
-            f"images under {path} differ in height x width ({few} ...); give a size to bring them to"
-        )
+        raise LabError(f"images under {path} differ in height x width ({few} ...); give a size to bring them to")
     return _images(np.stack(arrays), [label for _, label in files], "NHW" if grey else "NHWC"), tuple(classes)
 
 
@@ -297,11 +284,7 @@ def _picture(file: str, size: int | None) -> Any:
                 )
             image = picture if picture.mode == "L" else picture.convert("RGB")
             return np.array(image if size is None else _square(image, size))
-    except (
-        OSError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:  # PIL raises these for damaged files
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL raises these for damaged files
         raise LabError(f"{file} cannot be read as an image: {error}") from error
 
 

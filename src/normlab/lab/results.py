@@ -92,9 +92,7 @@ class Results:
         from .report import write_report
 
         if path is None and self.study.folder is None:
-            raise LabError(
-                "these results have no folder; say where the page goes, results.report('report.html')."
-            )
+            raise LabError("these results have no folder; say where the page goes, results.report('report.html').")
         return write_report(self, path or self.study.folder / "report.html")  # type: ignore[operator]
 
     def _full_name(self, measurement: str) -> str:
@@ -122,9 +120,7 @@ def read_results(folder: str | Path) -> Results:
         if (folder / "settings.toml").is_file():
             run = read_run(folder)
             return Results(Study(run.settings, {}, (), folder), [run])
-        raise LabError(
-            f"{folder} holds no results: there is no study.toml in it; `normlab compare --out` makes one."
-        )
+        raise LabError(f"{folder} holds no results: there is no study.toml in it; `normlab compare --out` makes one.")
     study = Study.read(folder / "study.toml", folder=folder)
     records: dict[str, list[dict[str, Any]]] = {}
     for record in read_records(folder):

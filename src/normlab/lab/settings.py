@@ -47,14 +47,11 @@ class Settings:
     data: str = _other("mnist5k", help="data set, by name, or folder:PATH")
     seed: int = _number(0, 0, help="first weights, order, augmentation, noise")
     recipe: str = _other(
-        "classify",
-        help="what a training step computes: classify, augmented(...), streams(...) or adversarial(...)",
+        "classify", help="what a training step computes: classify, augmented(...), streams(...) or adversarial(...)"
     )
     epochs: int = _number(8, 1, help="passes over the training images")
     batch_size: int = _number(64, 1, help="images a step")
-    accumulate: int = _number(
-        1, 1, help="parts that a step's batch is cut into, for memory; statistics are of a part"
-    )
+    accumulate: int = _number(1, 1, help="parts that a step's batch is cut into, for memory; statistics are of a part")
     optimizer: str = _choice("sgd", "sgd", "adam", "adamw", help="optimizer")
     lr: float = _number(0.02, 0, help="learning rate", above=True)
     momentum: float = _number(0.9, 0, 1, help="momentum of SGD")
@@ -68,15 +65,11 @@ class Settings:
     clip: float = _number(0.0, 0, help="largest norm of the gradient; 0 for no limit")
     augment: bool = _other(True, help="mirror and crop at random, where the data set allows it")
     label_smoothing: float = _number(0.0, 0, 1, help="share of the target spread over all classes")
-    ema: float = _number(
-        0.0, 0, 1, help="decay of averaged weights, which are then the ones tested; 0 for none"
-    )
+    ema: float = _number(0.0, 0, 1, help="decay of averaged weights, which are then the ones tested; 0 for none")
     precision: str = _choice(
         "tf32", "float32", "tf32", "bf16", help="arithmetic; tf32 is that of GPUs, float32 elsewhere"
     )
-    best: str = _choice(
-        "last", "last", "test", help="weights kept: of the last epoch, or of the best on the test set"
-    )
+    best: str = _choice("last", "last", "test", help="weights kept: of the last epoch, or of the best on the test set")
     channels_last: bool = _other(False, help="memory layout of images and weights")
     sync_norm: bool = _other(
         False, help="under torchrun, batch statistics over all processes; otherwise each has its own"
@@ -105,9 +98,7 @@ class Settings:
         if self.warmup >= self.epochs and self.warmup:
             raise LabError(f"warmup = {self.warmup} leaves nothing of {self.epochs} epochs; expected fewer.")
         if self.ema == 1:
-            raise LabError(
-                "ema = 1 would keep the first weights for ever; expected below 1, for example 0.999."
-            )
+            raise LabError("ema = 1 would keep the first weights for ever; expected below 1, for example 0.999.")
 
     def with_(self, **changes: Any) -> Settings:
         """A copy with other values."""
@@ -120,8 +111,7 @@ class Settings:
     def values(self) -> dict[str, Any]:
         """Plain values by name, as they are stored: lists for tuples, a table for options."""
         return {
-            k: dict(v) if k == "options" else list(v) if isinstance(v, tuple) else v
-            for k, v in asdict(self).items()
+            k: dict(v) if k == "options" else list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()
         }
 
     @classmethod
@@ -183,18 +173,14 @@ def parse(name: str, text: str) -> Any:
     kind, text = _KIND[name], text.strip()
     try:
         if kind is bool:
-            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
-                text.lower()
-            ]
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
         if kind is tuple:
             parts = [p for p in re.split(r"[+\s]+", text) if p]
             return tuple(_option(p) if name == "options" else int(p) for p in parts)
         return kind(text)
     except (KeyError, ValueError):
         expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind)
-        expected = expected or (
-            "name=value+name=value" if name == "options" else "whole numbers joined by +, 25+40"
-        )
+        expected = expected or ("name=value+name=value" if name == "options" else "whole numbers joined by +, 25+40")
         raise LabError(f"{name} cannot be {text!r}; expected {expected}.") from None
 
 

@@ -148,11 +148,7 @@ def finite(value: Any) -> Any:
 
 
 def save_checkpoint(
-    path: str | Path,
-    tensors: Mapping[str, Tensor] | torch.nn.Module,
-    meta: Mapping[str, Any],
-    *,
-    sync: bool = True,
+    path: str | Path, tensors: Mapping[str, Tensor] | torch.nn.Module, meta: Mapping[str, Any], *, sync: bool = True
 ) -> Path:
     """Store tensors by name, or a module's state, with ``meta`` in a safetensors file."""
     from safetensors.torch import save
@@ -203,9 +199,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Busy(
-                f"Another process is working in {folder}; wait for it, or choose another folder."
-            ) from None
+            raise Busy(f"Another process is working in {folder}; wait for it, or choose another folder.") from None
         yield
     finally:
         os.close(handle)

@@ -65,9 +65,7 @@ def compare(
     settings. The same call again resumes. ``processes`` is how many runs are trained at once.
     """
     study = make_study(norms, seeds, measure, out, settings)
-    return run_study(
-        study, progress=progress, device=device, root=root, download=download, processes=processes
-    )
+    return run_study(study, progress=progress, device=device, root=root, download=download, processes=processes)
 
 
 def run_study(
@@ -255,9 +253,7 @@ def _tell_of_training_again(
     """Say why a measured run is trained again: its weights were removed, and a new measurement needs them."""
     if known and not any((home / name).exists() for name in ("best.safetensors", "last.safetensors")):
         what = f" to measure {words([m.name for m in open_])}" if open_ else ""
-        watch.note(
-            f"{settings.name} was measured before, and its weights are gone: it is trained again{what}."
-        )
+        watch.note(f"{settings.name} was measured before, and its weights are gone: it is trained again{what}.")
 
 
 def trained(
@@ -292,9 +288,7 @@ def measured(
     for measurement in measurements:
         watch.measuring(settings, measurement.name)
         with arithmetic(settings.precision):
-            record = measurement.run(
-                model, data, device=device, seed=settings.seed, progress=watch.measuring_step
-            )
+            record = measurement.run(model, data, device=device, seed=settings.seed, progress=watch.measuring_step)
         records.append(record)
         yield about | record | {"versions": versions(), "device": where}
     if said := not_finite(settings.name, records):

@@ -41,9 +41,7 @@ def subject(
 ) -> tuple[nn.Module, Data]:
     """The network to measure, and the images to measure it on."""
     if (checkpoint is None) == (module is None):
-        raise LabError(
-            "Give a checkpoint, or --module package.module:function for a network of your own; one of both."
-        )
+        raise LabError("Give a checkpoint, or --module package.module:function for a network of your own; one of both.")
     if module is not None:
         if data is None:
             raise LabError("--module needs --data: the images that it is measured on.")
@@ -59,9 +57,7 @@ def subject(
             settings = replace(settings, data=data, train_size=0)
         return net, load_data(settings, root=root, download=download)
     if model is None or data is None:
-        raise LabError(
-            "Weights that normlab did not write need --model, --data and, unless it is batch, --norm."
-        )
+        raise LabError("Weights that normlab did not write need --model, --data and, unless it is batch, --norm.")
     settings = Settings(model=model, norm=norm or "batch", data=data, test_size=test_size)
     images = load_data(settings, root=root, download=download)
     net = build_model(settings, images)
@@ -86,9 +82,7 @@ def own_module(where: str, weights: Path | None, mean: str | None, std: str | No
         make = getattr(found, name, None)
         net = make() if callable(make) and not isinstance(make, nn.Module) else make
     except ModuleNotFoundError as error:
-        raise LabError(
-            f"--module {where}: there is no module {error.name!r} here or on the Python path."
-        ) from None
+        raise LabError(f"--module {where}: there is no module {error.name!r} here or on the Python path.") from None
     except Exception as error:  # whatever the user's code raises
         raise LabError(f"--module {where} failed: {_told(error)}") from error
     if not hasattr(found, name):
@@ -101,9 +95,7 @@ def own_module(where: str, weights: Path | None, mean: str | None, std: str | No
         raise LabError("--mean and --std belong together; give both or neither.")
     shift, scale = (_numbers("--mean", mean), _numbers("--std", std)) if mean and std else ([0.0], [1.0])
     if len(shift) != len(scale) or min(scale) <= 0:
-        raise LabError(
-            f"--mean and --std have a number for each channel, and std is above 0; got {mean} and {std}."
-        )
+        raise LabError(f"--mean and --std have a number for each channel, and std is above 0; got {mean} and {std}.")
     return Classifier(Standardize(shift, scale), net).eval()
 
 

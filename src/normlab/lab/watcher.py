@@ -38,9 +38,7 @@ class Board:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            watch.note(
-                "TensorBoard is not installed, so there is no log for it; log.jsonl has the same numbers."
-            )
+            watch.note("TensorBoard is not installed, so there is no log for it; log.jsonl has the same numbers.")
             return None
         if folder is None:
             watch.note("TensorBoard needs a folder to write to; none was given, so there is no log for it.")

@@ -85,15 +85,11 @@ def crew_for(place: torch.device, processes: int | None, runs: int) -> Crew | No
     if processes is None or processes == 1:
         return None
     if place.type not in ("cpu", "cuda"):
-        raise LabError(
-            f"processes = {processes} on {place}: only the CPU and CUDA devices are shared; leave it out."
-        )
+        raise LabError(f"processes = {processes} on {place}: only the CPU and CUDA devices are shared; leave it out.")
     threads = max(1, _cores() // processes)
     if place.type == "cpu":
         return Crew(processes, threads)
-    devices = (
-        [str(place)] if place.index is not None else [f"cuda:{k}" for k in range(torch.cuda.device_count())]
-    )
+    devices = [str(place)] if place.index is not None else [f"cuda:{k}" for k in range(torch.cuda.device_count())]
     return Crew(processes, threads, tuple(devices))
 
 

@@ -14,8 +14,6 @@ from ..statistics.affine import Affine, compose, select, select_branch
 if TYPE_CHECKING:
     from .norm import Norm
 
-__all__ = ["collapsed", "predictor_tensors", "separate"]
-
 
 def separate(layer: Norm, label: Any, branch: int | Tensor, style: Any, x: Tensor) -> Affine:
     """The affine maps as the kernels take them: a shared one, then one of the batch, of labels or of samples."""
@@ -100,9 +98,7 @@ def _style(layer: Norm, style: Any, x: Tensor | None) -> StyleMoments:
     return style
 
 
-def predictor_tensors(
-    layer: Norm, weight: Tensor | None, bias: Tensor | None, x: Tensor
-) -> tuple[Tensor, ...]:
+def predictor_tensors(layer: Norm, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor, ...]:
     """What a predicted affine map is made of: the weight and bias so far, the embedding and the heads."""
     ones = x.new_ones(1, 1) if weight is None else weight
     zeros = x.new_zeros(1, 1) if bias is None else bias

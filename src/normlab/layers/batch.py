@@ -190,14 +190,10 @@ class KalmanNorm(Norm):
         if prior is None:
             return self._run(x, None, 0, None)
         if not isinstance(prior, (tuple, list)):
-            raise TypeError(
-                f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}"
-            )
+            raise TypeError(f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}")
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in prior]
         if shapes != [(self.num_features,)] * 2:
-            raise ValueError(
-                f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}"
-            )
+            raise ValueError(f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}")
         return self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ())
 
     def _update_in_kernel(self, segments: Any) -> None:
@@ -215,91 +211,20 @@ register(
 )(BatchNorm)  # fmt: skip
 
 
-class BatchNorm1d(BatchNorm):
-    """:class:`BatchNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class BatchNorm2d(BatchNorm):
-    """:class:`BatchNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class BatchNorm3d(BatchNorm):
-    """:class:`BatchNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class BatchGroupNorm1d(BatchGroupNorm):
-    """:class:`BatchGroupNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class BatchGroupNorm2d(BatchGroupNorm):
-    """:class:`BatchGroupNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class BatchGroupNorm3d(BatchGroupNorm):
-    """:class:`BatchGroupNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class GhostBatchGroupNorm1d(GhostBatchGroupNorm):
-    """:class:`GhostBatchGroupNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class GhostBatchGroupNorm2d(GhostBatchGroupNorm):
-    """:class:`GhostBatchGroupNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class GhostBatchGroupNorm3d(GhostBatchGroupNorm):
-    """:class:`GhostBatchGroupNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class BatchRenorm1d(BatchRenorm):
-    """:class:`BatchRenorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class BatchRenorm2d(BatchRenorm):
-    """:class:`BatchRenorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class BatchRenorm3d(BatchRenorm):
-    """:class:`BatchRenorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class KalmanNorm1d(KalmanNorm):
-    """:class:`KalmanNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class KalmanNorm2d(KalmanNorm):
-    """:class:`KalmanNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class KalmanNorm3d(KalmanNorm):
-    """:class:`KalmanNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
+# fmt: off
+class BatchNorm1d(BatchNorm): dims = 1
+class BatchNorm2d(BatchNorm): dims = 2
+class BatchNorm3d(BatchNorm): dims = 3
+class BatchGroupNorm1d(BatchGroupNorm): dims = 1
+class BatchGroupNorm2d(BatchGroupNorm): dims = 2
+class BatchGroupNorm3d(BatchGroupNorm): dims = 3
+class GhostBatchGroupNorm1d(GhostBatchGroupNorm): dims = 1
+class GhostBatchGroupNorm2d(GhostBatchGroupNorm): dims = 2
+class GhostBatchGroupNorm3d(GhostBatchGroupNorm): dims = 3
+class BatchRenorm1d(BatchRenorm): dims = 1
+class BatchRenorm2d(BatchRenorm): dims = 2
+class BatchRenorm3d(BatchRenorm): dims = 3
+class KalmanNorm1d(KalmanNorm): dims = 1
+class KalmanNorm2d(KalmanNorm): dims = 2
+class KalmanNorm3d(KalmanNorm): dims = 3
+# fmt: on

@@ -13,8 +13,6 @@ from ..statistics.pools import largest_divisor
 from ..statistics.registry import NORMALIZERS
 from .norm import Norm, Norm1d, Norm2d, Norm3d
 
-__all__ = ["family", "fit_to_channels", "make_layer", "options_of"]
-
 _GENERIC: dict[int | None, type[Norm]] = {None: Norm, 1: Norm1d, 2: Norm2d, 3: Norm3d}
 _GIVEN_BY_PLACE = ("self", "num_features", "num_channels", "device", "dtype", "args", "kwargs")
 

@@ -17,16 +17,12 @@ from ..statistics.plans import Segments
 if TYPE_CHECKING:
     from .norm import Norm
 
-__all__ = ["as_node", "check_branches", "check_counts", "check_input", "check_residual", "check_transform"]
-
 
 _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
-_SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
+SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
 
 
-def check_arguments(
-    num_features: Any, num_classes: Any, eps: Any, momentum: Any, init_std: Any, dtype: Any
-) -> None:
+def check_arguments(num_features: Any, num_classes: Any, eps: Any, momentum: Any, init_std: Any, dtype: Any) -> None:
     if isinstance(num_features, bool) or not isinstance(num_features, Integral):
         raise TypeError(f"num_features is the number of channels, an integer; got {num_features!r}")
     if num_features < 1:
@@ -70,7 +66,7 @@ def check_input(layer: Norm, x: Tensor) -> None:
         raise TypeError(f"{type(layer).__name__} takes a tensor; got {type(x).__name__}")
     ranks = range(2, 100) if layer.dims is None else _RANKS[layer.dims]
     if x.dim() not in ranks:
-        shape = "[N, C, *S]" if layer.dims is None else _SHAPES[layer.dims]
+        shape = "[N, C, *S]" if layer.dims is None else SHAPES[layer.dims]
         raise ValueError(
             f"{type(layer).__name__} takes {shape}; got {x.dim()} dimensions, {list(x.shape)}{_rank_hint(layer, x)}"
         )
@@ -100,9 +96,7 @@ def check_last_axis(layer: Norm, x: Any) -> None:
 
 def check_residual(layer: Norm, x: Tensor, residual: Tensor) -> None:
     if not isinstance(residual, Tensor) or residual.shape != x.shape or residual.device != x.device:
-        got = (
-            f"{list(residual.shape)} on {residual.device}" if isinstance(residual, Tensor) else type(residual)
-        )
+        got = f"{list(residual.shape)} on {residual.device}" if isinstance(residual, Tensor) else type(residual)
         raise ValueError(
             f"{type(layer).__name__} adds a residual of x's shape and device, {list(x.shape)} on {x.device}; got {got}"
         )
@@ -115,7 +109,7 @@ def _rank_hint(layer: Norm, x: Tensor) -> str:
     if layer.dims is not None and name.endswith(f"{layer.dims}d"):
         for dims, ranks in _RANKS.items():
             if x.dim() in ranks:
-                return f"; use {name[:-2]}{dims}d for {_SHAPES[dims]}"
+                return f"; use {name[:-2]}{dims}d for {SHAPES[dims]}"
     return ""
 
 
@@ -160,11 +154,7 @@ def check_transform(layer: Norm, seen: Tensor, stored: Tensor) -> None:
 
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
-    if (
-        isinstance(branches, str)
-        or not isinstance(branches, Iterable)
-        or not all(isinstance(b, str) for b in branches)
-    ):
+    if isinstance(branches, str) or not isinstance(branches, Iterable) or not all(isinstance(b, str) for b in branches):
         raise TypeError(f'branches are names, such as ("main", "aux"); got {branches!r}')
     names = tuple(branches)
     if not names or len(set(names)) != len(names):

@@ -159,11 +159,7 @@ class SandwichAuxiliaryBatchNorm(Norm):
 
 
 @register(
-    "conditional_instance",
-    target=False,
-    row="instance",
-    column="per class or branch",
-    page="conditional-instance",
+    "conditional_instance", target=False, row="instance", column="per class or branch", page="conditional-instance"
 )
 class ConditionalInstanceNorm(Norm):
     """Conditional instance norm: instance statistics, an affine map for each class. ``layer(x, label)``."""
@@ -179,91 +175,20 @@ class ConditionalInstanceNorm(Norm):
         )  # fmt: skip
 
 
-class ConditionalBatchNorm1d(ConditionalBatchNorm):
-    """:class:`ConditionalBatchNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class ConditionalBatchNorm2d(ConditionalBatchNorm):
-    """:class:`ConditionalBatchNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class ConditionalBatchNorm3d(ConditionalBatchNorm):
-    """:class:`ConditionalBatchNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class SandwichBatchNorm1d(SandwichBatchNorm):
-    """:class:`SandwichBatchNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class SandwichBatchNorm2d(SandwichBatchNorm):
-    """:class:`SandwichBatchNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class SandwichBatchNorm3d(SandwichBatchNorm):
-    """:class:`SandwichBatchNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class AuxiliaryBatchNorm1d(AuxiliaryBatchNorm):
-    """:class:`AuxiliaryBatchNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class AuxiliaryBatchNorm2d(AuxiliaryBatchNorm):
-    """:class:`AuxiliaryBatchNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class AuxiliaryBatchNorm3d(AuxiliaryBatchNorm):
-    """:class:`AuxiliaryBatchNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class SandwichAuxiliaryBatchNorm1d(SandwichAuxiliaryBatchNorm):
-    """:class:`SandwichAuxiliaryBatchNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class SandwichAuxiliaryBatchNorm2d(SandwichAuxiliaryBatchNorm):
-    """:class:`SandwichAuxiliaryBatchNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class SandwichAuxiliaryBatchNorm3d(SandwichAuxiliaryBatchNorm):
-    """:class:`SandwichAuxiliaryBatchNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class ConditionalInstanceNorm1d(ConditionalInstanceNorm):
-    """:class:`ConditionalInstanceNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class ConditionalInstanceNorm2d(ConditionalInstanceNorm):
-    """:class:`ConditionalInstanceNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class ConditionalInstanceNorm3d(ConditionalInstanceNorm):
-    """:class:`ConditionalInstanceNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
+# fmt: off
+class ConditionalBatchNorm1d(ConditionalBatchNorm): dims = 1
+class ConditionalBatchNorm2d(ConditionalBatchNorm): dims = 2
+class ConditionalBatchNorm3d(ConditionalBatchNorm): dims = 3
+class SandwichBatchNorm1d(SandwichBatchNorm): dims = 1
+class SandwichBatchNorm2d(SandwichBatchNorm): dims = 2
+class SandwichBatchNorm3d(SandwichBatchNorm): dims = 3
+class AuxiliaryBatchNorm1d(AuxiliaryBatchNorm): dims = 1
+class AuxiliaryBatchNorm2d(AuxiliaryBatchNorm): dims = 2
+class AuxiliaryBatchNorm3d(AuxiliaryBatchNorm): dims = 3
+class SandwichAuxiliaryBatchNorm1d(SandwichAuxiliaryBatchNorm): dims = 1
+class SandwichAuxiliaryBatchNorm2d(SandwichAuxiliaryBatchNorm): dims = 2
+class SandwichAuxiliaryBatchNorm3d(SandwichAuxiliaryBatchNorm): dims = 3
+class ConditionalInstanceNorm1d(ConditionalInstanceNorm): dims = 1
+class ConditionalInstanceNorm2d(ConditionalInstanceNorm): dims = 2
+class ConditionalInstanceNorm3d(ConditionalInstanceNorm): dims = 3
+# fmt: on

@@ -16,19 +16,6 @@ from ..statistics import running
 if TYPE_CHECKING:
     from .norm import Norm
 
-__all__ = [
-    "NO_ROUTE",
-    "Route",
-    "RouteScope",
-    "branch_index",
-    "conditions",
-    "current",
-    "first_condition",
-    "label_index",
-    "plain_condition",
-    "route_scope",
-    "set_scope",
-]
 
 _CONDITIONS = ("label", "branch", "style")
 
@@ -78,11 +65,7 @@ def conditions(layer: Norm, given: dict[str, Any], x: Tensor) -> tuple[Any, int 
             raise ValueError(
                 f"{type(layer).__name__} needs a {name}: call layer(x, {name}) or run the model inside "
                 f"'with normlab.route(model, {name}=...)'"
-                + (
-                    " (checkpointed blocks: pass context_fn=normlab.keep_route)"
-                    if running.in_backward()
-                    else ""
-                )
+                + (" (checkpointed blocks: pass context_fn=normlab.keep_route)" if running.in_backward() else "")
             )
     if "label" in layer.wants:
         assert layer.num_classes is not None
@@ -186,9 +169,7 @@ def branch_index(branch: Any, branches: Sequence[str], samples: int | None) -> i
             f"the branches are {words(branches)}"
         )
     if branch.is_floating_point() or branch.dtype == torch.bool:
-        raise TypeError(
-            f"branch indices must be integers; got a tensor of {branch.dtype}; pass branch.long()"
-        )
+        raise TypeError(f"branch indices must be integers; got a tensor of {branch.dtype}; pass branch.long()")
     branch = _one_a_sample(branch, samples, "branch")
     _check_range(branch, len(branches), lambda low, high: f"branch indices run from {low} to {high}, but there are "
                  f"{len(branches)} branches: {words(branches)}")  # fmt: skip
@@ -202,9 +183,7 @@ def _one_a_sample(index: Tensor, samples: int | None, what: str) -> Tensor:
     if index.dim() != 1 or (samples is not None and index.shape[0] != samples):
         hint = f"; of one-hot rows pass {what}.argmax(1)" if index.dim() == 2 else ""
         want = "[N]" if samples is None else f"[{samples}]"
-        raise ValueError(
-            f"the {what} has shape {list(index.shape)}; expected {want}, one for each sample{hint}"
-        )
+        raise ValueError(f"the {what} has shape {list(index.shape)}; expected {want}, one for each sample{hint}")
     return index
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["KnownCalls", "Processes", "layout_of"]
-
 
 class KnownCalls(dict[Any, Any]):
     """What a layer knows of earlier calls. A copy of the layer begins without: compiled kernels stay here.

@@ -148,18 +148,10 @@ class SwitchNorm1d(SwitchNorm):
     _pools = ("layer", "batch")
 
 
-class SwitchNorm2d(SwitchNorm):
-    """:class:`SwitchNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class SwitchNorm3d(SwitchNorm):
-    """:class:`SwitchNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
+# fmt: off
+class SwitchNorm2d(SwitchNorm): dims = 2
+class SwitchNorm3d(SwitchNorm): dims = 3
+# fmt: on
 class SparseSwitchNorm1d(SparseSwitchNorm):
     """:class:`SparseSwitchNorm` over ``[N, C] or [N, C, L]``. Pools are ``("layer", "batch")`` unless given."""
 
@@ -168,30 +160,20 @@ class SparseSwitchNorm1d(SparseSwitchNorm):
 
 
 class SparseSwitchNorm2d(SparseSwitchNorm):
-    """:class:`SparseSwitchNorm` over ``[N, C, H, W]``."""
-
     dims = 2
 
 
 class SparseSwitchNorm3d(SparseSwitchNorm):
-    """:class:`SparseSwitchNorm` over ``[N, C, T, H, W]``."""
-
     dims = 3
 
 
 class ModeNorm1d(ModeNorm):
-    """:class:`ModeNorm` over ``[N, C] or [N, C, L]``."""
-
     dims = 1
 
 
 class ModeNorm2d(ModeNorm):
-    """:class:`ModeNorm` over ``[N, C, H, W]``."""
-
     dims = 2
 
 
 class ModeNorm3d(ModeNorm):
-    """:class:`ModeNorm` over ``[N, C, T, H, W]``."""
-
     dims = 3

@@ -23,6 +23,7 @@ from ..statistics.pools import Pool
 from ..statistics.running import Policy, Track
 from .affine_maps import collapsed, predictor_tensors, separate
 from .checks import (
+    SHAPES,
     as_node,
     check_arguments,
     check_branches,
@@ -33,15 +34,7 @@ from .checks import (
 )
 from .conditions import conditions, first_condition, plain_condition
 from .memory import KnownCalls, Processes, layout_of
-from .running_state import (
-    AXES,
-    check_run_shape,
-    observe_batch,
-    plans_of,
-    set_run_shape,
-    sources_of,
-    update_in_kernel,
-)
+from .running_state import AXES, check_run_shape, observe_batch, plans_of, set_run_shape, sources_of, update_in_kernel
 from .state_dict import complete_state, order_branches
 
 if TYPE_CHECKING:
@@ -90,6 +83,11 @@ class Norm(nn.Module):
     weight: Tensor | None
     bias: Tensor | None
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "dims" in cls.__dict__ and cls.__doc__ is None:  # a form of another class, see the end of each file
+            cls.__doc__ = f""":class:`{cls.__base__.__name__}` over ``{SHAPES[cls.dims or 2]}``."""
+
     def __init__(
         self,
         num_features: int,
@@ -124,19 +122,13 @@ class Norm(nn.Module):
         self.eps, self.momentum, self.init_std, self.key_size = eps, momentum, init_std, key_size
         self.act = check_activation(act)
         if act is not None and statistics.finishes:
-            raise ValueError(
-                f"statistics {statistics.label} bring their own activation; leave act={act!r} out"
-            )
-        self._surrounds = (
-            statistics.channels_at_end or statistics.finishes
-        )  # something around the normalization
+            raise ValueError(f"statistics {statistics.label} bring their own activation; leave act={act!r} out")
+        self._surrounds = statistics.channels_at_end or statistics.finishes  # something around the normalization
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
         self._known_calls = KnownCalls()
         self._processes = Processes()
-        self.observer: Callable[..., None] | None = (
-            None  # takes what batches show, and running statistics stay
-        )
+        self.observer: Callable[..., None] | None = None  # takes what batches show, and running statistics stay
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
         self._run_shape: tuple[int, ...] | None = None
@@ -186,19 +178,13 @@ class Norm(nn.Module):
             self.class_bias = nn.Parameter(torch.zeros(self.num_classes, c, **made))
         if "branch" in self.affine_terms:
             assert self.branches is not None
-            self.branch_weight = nn.ParameterDict(
-                {b: nn.Parameter(torch.ones(c, **made)) for b in self.branches}
-            )
-            self.branch_bias = nn.ParameterDict(
-                {b: nn.Parameter(torch.zeros(c, **made)) for b in self.branches}
-            )
+            self.branch_weight = nn.ParameterDict({b: nn.Parameter(torch.ones(c, **made)) for b in self.branches})
+            self.branch_bias = nn.ParameterDict({b: nn.Parameter(torch.zeros(c, **made)) for b in self.branches})
         learned = self.statistics.parameters(c)
         self._learned = tuple(learned)
         if "predicted" in self.affine_terms:
             if self.statistics.per_position or any(p.kind == "run" for p in self.statistics.pools):
-                raise ValueError(
-                    "a predicted affine map needs statistics of whole channels: instance, layer, group"
-                )
+                raise ValueError("a predicted affine map needs statistics of whole channels: instance, layer, group")
             predictor = predictor_parameters(c, self.key_size)
             self._predictor = tuple(predictor)
             learned = {**learned, **predictor}
@@ -294,10 +280,7 @@ class Norm(nn.Module):
         statistics = self.statistics
         if statistics.channels_at_end:
             check_last_axis(self, x)
-            x, residual = (
-                x.movedim(-1, 1),
-                residual.movedim(-1, 1) if isinstance(residual, Tensor) else residual,
-            )
+            x, residual = (x.movedim(-1, 1), residual.movedim(-1, 1) if isinstance(residual, Tensor) else residual)
         y = self._normalize(x, condition, label, branch, style, residual)
         if statistics.finishes:
             y = statistics.finish(y, self._learned_values())
@@ -461,9 +444,7 @@ class Norm(nn.Module):
 
     # What kernels ask of the layer: they cannot import from here.
 
-    def _sources(
-        self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool
-    ) -> Sources:
+    def _sources(self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources:
         return sources_of(self, plans, rows, branch, live_batch)
 
     def _update_in_kernel(self, segments: Sequence[Segments]) -> Update | None:
@@ -531,19 +512,8 @@ class Norm(nn.Module):
         return ", ".join(parts)
 
 
-class Norm1d(Norm):
-    """:class:`Norm` over ``[N, C]`` or ``[N, C, L]``."""
-
-    dims = 1
-
-
-class Norm2d(Norm):
-    """:class:`Norm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class Norm3d(Norm):
-    """:class:`Norm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
+# fmt: off
+class Norm1d(Norm): dims = 1
+class Norm2d(Norm): dims = 2
+class Norm3d(Norm): dims = 3
+# fmt: on

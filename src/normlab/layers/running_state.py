@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
     from .norm import Norm
 
-__all__ = [
-    "AXES",
-    "check_run_shape",
-    "observe_batch",
-    "plans_of",
-    "set_run_shape",
-    "sources_of",
-    "update_in_kernel",
-]
 
 AXES = 8  # spatial axes that a tracked resolution may have
 
@@ -49,9 +40,7 @@ def plans_of(
     return make(pools, c, spatial, n, branches, branch, x.device, layer.process_group, live_batch)
 
 
-def sources_of(
-    layer: Norm, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool
-) -> Sources:
+def sources_of(layer: Norm, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources:
     stored: list[tuple[Tensor, Tensor] | None] = []
     for plan, names, track in zip(plans, layer._buffers_of, layer._tracks, strict=True):
         if names is None or track is None or (live_batch and not layer.statistics.reads_running):
@@ -115,9 +104,7 @@ def update_in_kernel(layer: Norm, segments: Sequence[Segments]) -> Update | None
     return Update(mean, var, batches, momentum)
 
 
-def observe_batch(
-    layer: Norm, seen: Sequence[Pooled | None], segments: Sequence[Segments], x: Tensor
-) -> None:
+def observe_batch(layer: Norm, seen: Sequence[Pooled | None], segments: Sequence[Segments], x: Tensor) -> None:
     if not layer.track_running_stats or not layer.policy.update or running.in_backward():
         return
     if layer.observer is not None:
@@ -147,9 +134,7 @@ def observe_batch(
     set_run_shape(layer, tuple(x.shape[2:]), ok)
 
 
-def _move_by_kernel(
-    layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, str]], batches: Tensor
-) -> bool:
+def _move_by_kernel(layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, str]], batches: Tensor) -> bool:
     """Move running statistics, one kernel each, and say whether that is done: of one branch, without a policy."""
     if layer.policy.guard or layer.process_group is not None:
         return False
@@ -170,9 +155,7 @@ def _move_by_kernel(
         found.append((mean, var, pooled, how == "total"))
     counter = batches if layer.branches is None else batches[tracked[0][2].branch]
     for k, (mean, var, pooled, total) in enumerate(found):
-        kernels().move_running(
-            mean, var, counter, pooled, layer.share_of_new_batch, total, k == len(found) - 1
-        )
+        kernels().move_running(mean, var, counter, pooled, layer.share_of_new_batch, total, k == len(found) - 1)
     return True
 
 
@@ -218,16 +201,10 @@ def _make_plans(
     """Rows, segments and plans of every pool for one shape of input."""
     rows = rows_for(pools, channels, spatial)
     segments = tuple(
-        make_segments(samples, p.ghost, branches, branch, device)
-        if p.over_batch and live_batch
-        else Segments()
+        make_segments(samples, p.ghost, branches, branch, device) if p.over_batch and live_batch else Segments()
         for p in pools
     )
-    return (
-        rows,
-        segments,
-        tuple(Plan(p, rows, s, process_group) for p, s in zip(pools, segments, strict=True)),
-    )
+    return (rows, segments, tuple(Plan(p, rows, s, process_group) for p, s in zip(pools, segments, strict=True)))
 
 
 _cached_plans = remembered(_make_plans)

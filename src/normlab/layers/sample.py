@@ -40,9 +40,7 @@ class InstanceNorm(Norm):
     ) -> None:
         # Tracked instance statistics are ghost batches of one sample.
         pool = Pool("channel", True, ghost=1) if track_running_stats else instance
-        super().__init__(
-            num_features, pool, affine, eps=eps, momentum=momentum, device=device, dtype=dtype, act=act
-        )
+        super().__init__(num_features, pool, affine, eps=eps, momentum=momentum, device=device, dtype=dtype, act=act)
 
 
 @register("layer")
@@ -68,9 +66,7 @@ class GroupNorm(Norm):
         *,
         act: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            num_channels, group(num_groups), affine, eps=eps, device=device, dtype=dtype, act=act
-        )
+        super().__init__(num_channels, group(num_groups), affine, eps=eps, device=device, dtype=dtype, act=act)
 
 
 @register("positional")
@@ -86,73 +82,17 @@ class PositionalNorm(Norm):
         super().__init__(num_features, Positional(), affine, eps=eps, device=device, dtype=dtype, act=act)
 
 
-class InstanceNorm1d(InstanceNorm):
-    """:class:`InstanceNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class InstanceNorm2d(InstanceNorm):
-    """:class:`InstanceNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class InstanceNorm3d(InstanceNorm):
-    """:class:`InstanceNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class LayerNorm1d(LayerNorm):
-    """:class:`LayerNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class LayerNorm2d(LayerNorm):
-    """:class:`LayerNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class LayerNorm3d(LayerNorm):
-    """:class:`LayerNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class GroupNorm1d(GroupNorm):
-    """:class:`GroupNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class GroupNorm2d(GroupNorm):
-    """:class:`GroupNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class GroupNorm3d(GroupNorm):
-    """:class:`GroupNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class PositionalNorm1d(PositionalNorm):
-    """:class:`PositionalNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class PositionalNorm2d(PositionalNorm):
-    """:class:`PositionalNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class PositionalNorm3d(PositionalNorm):
-    """:class:`PositionalNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
+# fmt: off
+class InstanceNorm1d(InstanceNorm): dims = 1
+class InstanceNorm2d(InstanceNorm): dims = 2
+class InstanceNorm3d(InstanceNorm): dims = 3
+class LayerNorm1d(LayerNorm): dims = 1
+class LayerNorm2d(LayerNorm): dims = 2
+class LayerNorm3d(LayerNorm): dims = 3
+class GroupNorm1d(GroupNorm): dims = 1
+class GroupNorm2d(GroupNorm): dims = 2
+class GroupNorm3d(GroupNorm): dims = 3
+class PositionalNorm1d(PositionalNorm): dims = 1
+class PositionalNorm2d(PositionalNorm): dims = 2
+class PositionalNorm3d(PositionalNorm): dims = 3
+# fmt: on

@@ -17,8 +17,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .norm import Norm
 
-__all__ = ["complete_state", "order_branches"]
-
 
 _PLAIN = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
@@ -29,11 +27,7 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
     own = layer.state_dict()
     for name in given & own.keys():  # shapes such as [1, C, 1, 1] of other implementations
         value = state[prefix + name]
-        if (
-            isinstance(value, Tensor)
-            and value.shape != own[name].shape
-            and value.numel() == own[name].numel()
-        ):
+        if isinstance(value, Tensor) and value.shape != own[name].shape and value.numel() == own[name].numel():
             state[prefix + name] = value.reshape(own[name].shape)
     if not given or not given <= _PLAIN:
         return

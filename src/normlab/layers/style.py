@@ -37,11 +37,7 @@ class AdaptiveInstanceNorm(Norm):
 
 
 @register(
-    "sandwich_adaptive_instance",
-    target=False,
-    row="instance",
-    column="sandwich, then style",
-    page="adaptive-instance",
+    "sandwich_adaptive_instance", target=False, row="instance", column="sandwich, then style", page="adaptive-instance"
 )
 class SandwichAdaptiveInstanceNorm(Norm):
     """Adaptive instance norm with a shared affine map before the style's. ``layer(content, style)``."""
@@ -55,9 +51,7 @@ class SandwichAdaptiveInstanceNorm(Norm):
         *,
         act: str | None = None,
     ) -> None:
-        super().__init__(
-            num_features, instance, "sandwich_style", eps=eps, device=device, dtype=dtype, act=act
-        )
+        super().__init__(num_features, instance, "sandwich_style", eps=eps, device=device, dtype=dtype, act=act)
 
 
 @register(
@@ -96,55 +90,14 @@ class InstanceLevelMetaNorm(Norm):
         )  # fmt: skip
 
 
-class AdaptiveInstanceNorm1d(AdaptiveInstanceNorm):
-    """:class:`AdaptiveInstanceNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class AdaptiveInstanceNorm2d(AdaptiveInstanceNorm):
-    """:class:`AdaptiveInstanceNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class AdaptiveInstanceNorm3d(AdaptiveInstanceNorm):
-    """:class:`AdaptiveInstanceNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class SandwichAdaptiveInstanceNorm1d(SandwichAdaptiveInstanceNorm):
-    """:class:`SandwichAdaptiveInstanceNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class SandwichAdaptiveInstanceNorm2d(SandwichAdaptiveInstanceNorm):
-    """:class:`SandwichAdaptiveInstanceNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class SandwichAdaptiveInstanceNorm3d(SandwichAdaptiveInstanceNorm):
-    """:class:`SandwichAdaptiveInstanceNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
-
-
-class InstanceLevelMetaNorm1d(InstanceLevelMetaNorm):
-    """:class:`InstanceLevelMetaNorm` over ``[N, C] or [N, C, L]``."""
-
-    dims = 1
-
-
-class InstanceLevelMetaNorm2d(InstanceLevelMetaNorm):
-    """:class:`InstanceLevelMetaNorm` over ``[N, C, H, W]``."""
-
-    dims = 2
-
-
-class InstanceLevelMetaNorm3d(InstanceLevelMetaNorm):
-    """:class:`InstanceLevelMetaNorm` over ``[N, C, T, H, W]``."""
-
-    dims = 3
+# fmt: off
+class AdaptiveInstanceNorm1d(AdaptiveInstanceNorm): dims = 1
+class AdaptiveInstanceNorm2d(AdaptiveInstanceNorm): dims = 2
+class AdaptiveInstanceNorm3d(AdaptiveInstanceNorm): dims = 3
+class SandwichAdaptiveInstanceNorm1d(SandwichAdaptiveInstanceNorm): dims = 1
+class SandwichAdaptiveInstanceNorm2d(SandwichAdaptiveInstanceNorm): dims = 2
+class SandwichAdaptiveInstanceNorm3d(SandwichAdaptiveInstanceNorm): dims = 3
+class InstanceLevelMetaNorm1d(InstanceLevelMetaNorm): dims = 1
+class InstanceLevelMetaNorm2d(InstanceLevelMetaNorm): dims = 2
+class InstanceLevelMetaNorm3d(InstanceLevelMetaNorm): dims = 3
+# fmt: on

@@ -24,8 +24,6 @@ from ..statistics.running import Policy
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Observer", "averaging", "calibrate", "estimate"]
-
 
 class Observer:
     """Collects the statistics of one layer's batches, as if all samples had been one batch."""

@@ -23,8 +23,6 @@ from .targets import LayerMaker
 from .walk import Chosen, Only, carry_hooks, named, put
 from .weights import normalize_weights, restore_weight
 
-__all__ = ["NormAct", "convert", "undo"]
-
 
 class NormAct(nn.Module):
     """A normalization layer, then dropout and activation: in place of a layer that did all three."""
@@ -133,9 +131,7 @@ def undo(model: nn.Module) -> nn.Module:
     if original_of(model) is not None:
         return _restored(model, model)
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} has nothing to undo: it was not converted, or undone already"
-        )
+        raise ValueError(f"{type(model).__name__} has nothing to undo: it was not converted, or undone already")
     return model
 
 

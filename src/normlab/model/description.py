@@ -26,8 +26,6 @@ from ..statistics.running import Policy
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Plain", "canonical", "channels_at_end", "hooks_of", "is_norm", "read"]
-
 
 @dataclass(frozen=True)
 class Plain:
@@ -50,9 +48,7 @@ class Plain:
     momentum: float | None = 0.1
     groups: int | None = None  # of group norm
     policy: Policy = field(default_factory=Policy)
-    positional: Positional | None = (
-        None  # over the channels at each position, with channels second or at the end
-    )
+    positional: Positional | None = None  # over the channels at each position, with channels second or at the end
     trains: bool = True  # in training mode too; otherwise in evaluation mode only
     frozen: frozenset[str] = frozenset()  # parameters that do not learn
     synchronized: bool = False
@@ -121,9 +117,7 @@ def read(module: nn.Module, *, branch: str | None = None, label: int | None = No
     """
     if isinstance(module, Norm):
         if module.act is not None:
-            return (
-                f"applies {module.act} too; convert or fold the model that it was fused from, or set act=None"
-            )
+            return f"applies {module.act} too; convert or fold the model that it was fused from, or set act=None"
         return _read_own(module, branch, label)
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return "not initialized yet; run one batch through the model first"
@@ -179,9 +173,7 @@ def _unknown(module: nn.Module) -> str:
 def _eps_of(module: Any) -> float:
     if module.eps is not None:
         return module.eps
-    return torch.finfo(
-        torch.float32 if module.weight is None else module.weight.dtype
-    ).eps  # as nn.RMSNorm has it
+    return torch.finfo(torch.float32 if module.weight is None else module.weight.dtype).eps  # as nn.RMSNorm has it
 
 
 def _read_torch(module: Any, kind: str, dims: int | None) -> Plain:
@@ -197,10 +189,7 @@ def _read_torch(module: Any, kind: str, dims: int | None) -> Plain:
     elif positions is not None:
         number, pool = module.normalized_shape[-1], None
     elif kind == "instance":  # tracked instance statistics are ghost batches of one sample
-        number, pool = (
-            module.num_features,
-            instance if module.running_mean is None else replace(batch, ghost=1),
-        )
+        number, pool = (module.num_features, instance if module.running_mean is None else replace(batch, ghost=1))
     else:  # a frozen batch norm has buffers alone
         number = module.running_mean.numel() if kind == "frozen" else module.num_features
     return Plain(
@@ -250,9 +239,7 @@ def _read_own(layer: Norm, branch: str | None, label: int | None) -> Plain:
     return replace(found, pool=pool, mean=mean, var=var, batches=batches)
 
 
-def _affine_of(
-    layer: Norm, branch: str | None, label: int | None
-) -> tuple[Tensor | None, Tensor | None, str]:
+def _affine_of(layer: Norm, branch: str | None, label: int | None) -> tuple[Tensor | None, Tensor | None, str]:
     """The weight and bias that all terms amount to; those of the shared term where it is not one pair."""
     terms: list[tuple[Tensor, Tensor]] = []
     shared = (layer.weight, layer.bias)
@@ -275,7 +262,5 @@ def _affine_of(
             weight, bias = (select_branch(t, layer.branches, at) for t in tables)
             terms.append((weight, bias))
         else:
-            return *shared, {"style": "takes its affine map from a style"}.get(
-                term, "predicts its affine map"
-            )
+            return *shared, {"style": "takes its affine map from a style"}.get(term, "predicts its affine map")
     return *compose(terms), ""

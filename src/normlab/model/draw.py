@@ -24,8 +24,6 @@ from ..statistics.modes import Modes
 from ..statistics.plans import Plan
 from ..statistics.pools import Pool
 
-__all__ = ["Block", "Drawing", "draw"]
-
 
 @dataclass(frozen=True)
 class Block:
@@ -127,9 +125,7 @@ def _check(layer: object, samples: object, channels: object, size: object) -> No
         check_number(channels, "channels")
         assert isinstance(channels, int)
         if channels > layer.num_features:
-            raise ValueError(
-                f"channels is {channels}, and the layer has {layer.num_features}; give at most that many"
-            )
+            raise ValueError(f"channels is {channels}, and the layer has {layer.num_features}; give at most that many")
     if size is None:
         return
     if not isinstance(size, Sequence) or isinstance(size, str):
@@ -174,9 +170,7 @@ def _numbers(layer: Norm, batch: int, few: int, size: Sequence[int]) -> tuple[di
         return {n: t[seen] for n, t in checked.items()}, seen
     if not statistics.pools:
         name = type(statistics).__name__
-        raise TypeError(
-            f"{name} has no pools to draw; give it a picture(shape) method, as normlab.Statistics has it"
-        )
+        raise TypeError(f"{name} has no pools to draw; give it a picture(shape) method, as normlab.Statistics has it")
     branch = 0
     if layer.branches is not None:
         branch = torch.tensor([_branch_of(layer, i, batch) for i in range(batch)], device="cpu")
@@ -265,9 +259,7 @@ def _described(name: str, numbers: Tensor) -> str:
     axes = ("samples", "channels", *["positions"] * (numbers.dim() > 2))
     t = numbers.flatten(2) if numbers.dim() > 2 else numbers
     along = [f"all {a}" for i, a in enumerate(axes) if bool((t == t.narrow(i, 0, 1)).all())]
-    return (
-        f"{name.capitalize()}: statistics are shared by {words(along) if along else 'values of one colour'}."
-    )
+    return f"{name.capitalize()}: statistics are shared by {words(along) if along else 'values of one colour'}."
 
 
 def _about(pool: Pool, separated: bool) -> str:
@@ -351,9 +343,7 @@ class _Sheet:
     ) -> None:
         self.layer, self.blocks, self.labels = layer, blocks, labels
         self.samples, self.channels = samples, channels
-        self.axes = (
-            ("", "L", "H &#215; W", "T &#215; H &#215; W")[len(size)] if len(size) < 4 else "positions"
-        )
+        self.axes = ("", "L", "H &#215; W", "T &#215; H &#215; W")[len(size)] if len(size) < 4 else "positions"
         self.at_sample, self.at_channel = _places(samples), _places(channels)
         deep, wide, tall = self.at_sample[-1] + 1, self.at_channel[-1] + 1, prod(size)
         edge, self.rise = min(_SQUARE, 220 / (deep + wide)), min(_SQUARE, 200 / tall)
@@ -370,9 +360,7 @@ class _Sheet:
         for k, block in enumerate(self.blocks):
             if k:
                 between = 26 if joint == "+" else 36
-                parts.append(
-                    _label(left + between / 2, middle + 6, joint, size=18 if joint == "+" else _FONT)
-                )
+                parts.append(_label(left + between / 2, middle + 6, joint, size=18 if joint == "+" else _FONT))
                 left += between
             lines = (block.name, *block.notes) if self.labels else ()
             wide = max(self.width, *(_length(line) for line in lines)) if lines else self.width
@@ -496,14 +484,8 @@ class _Sheet:
         y = middle - (shown * step + (8 if dots else 0)) / 2
         for k in range(shown):
             taken = term in ("style", "predicted")  # from something else: not learned as they are
-            look = (
-                'fill-opacity=".25" stroke-dasharray="2 1.5"'
-                if taken
-                else f'fill-opacity="{1 - 0.2 * k:.1f}"'
-            )
-            cells = "".join(
-                _quad((start + i * square, y), (square, 0), (0, square)) for i in range(len(self.channels))
-            )
+            look = 'fill-opacity=".25" stroke-dasharray="2 1.5"' if taken else f'fill-opacity="{1 - 0.2 * k:.1f}"'
+            cells = "".join(_quad((start + i * square, y), (square, 0), (0, square)) for i in range(len(self.channels)))
             line = _INK if taken else _LINE
             parts.append(f'<path {look} stroke="{line}" stroke-width=".8" d="{cells}"/>')
             if names:

@@ -17,12 +17,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from .description import is_norm
 from .walk import WEIGHTED
 
-__all__ = ["Pair", "pairs"]
-
-
-Pair = tuple[
-    nn.Module, nn.Module
-]  # a convolution or linear layer, and the normalization layer that is all it feeds
+Pair = tuple[nn.Module, nn.Module]  # a convolution or linear layer, and the normalization layer that is all it feeds
 
 
 def pairs(model: nn.Module, called_with_more: set[int]) -> Iterator[Pair]:
@@ -31,9 +26,7 @@ def pairs(model: nn.Module, called_with_more: set[int]) -> Iterator[Pair]:
     return _pairs(model, uses, called_with_more, part=False)
 
 
-def _pairs(
-    module: nn.Module, uses: Counter[int], called_with_more: set[int], *, part: bool
-) -> Iterator[Pair]:
+def _pairs(module: nn.Module, uses: Counter[int], called_with_more: set[int], *, part: bool) -> Iterator[Pair]:
     if is_norm(module) or _is_conv(module):
         return
     # A part may be called in ways that its own trace does not show, unless there is only one way to call it.
@@ -64,11 +57,7 @@ def _is_conv(module: nn.Module) -> bool:
 def _takes_one_argument(module: nn.Module) -> bool:
     arguments = list(inspect.signature(module.forward).parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return (
-        len(arguments) == 1
-        and arguments[0].kind in positional
-        and arguments[0].default is inspect.Parameter.empty
-    )
+    return len(arguments) == 1 and arguments[0].kind in positional and arguments[0].default is inspect.Parameter.empty
 
 
 def _traces(module: nn.Module) -> list[tuple[nn.Module, fx.Graph]]:

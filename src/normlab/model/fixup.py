@@ -20,9 +20,6 @@ from ..engine.messages import check_model, words
 from .description import is_norm, read
 from .walk import named, put
 
-__all__ = ["Bias", "Scale", "fixup", "fixup_parameters"]
-
-
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SHORTCUTS = {"downsample", "shortcut", "skip", "identity", "proj", "residual"}
 

@@ -28,13 +28,9 @@ from .routing import route
 from .walk import carry_hooks, named, put
 from .weights import unparametrize
 
-__all__ = ["fold"]
-
 
 @torch.no_grad()
-def fold(
-    model: nn.Module, *, branch: str | None = None, label: int | None = None, inputs: Any = None
-) -> nn.Module:
+def fold(model: nn.Module, *, branch: str | None = None, label: int | None = None, inputs: Any = None) -> nn.Module:
     """A copy of ``model`` for deployment, in evaluation mode, with as little of normlab in it as possible.
 
     A layer that normalizes with running statistics goes into the convolution or linear layer before it, if that feeds
@@ -109,9 +105,7 @@ def _check_conditions(model: nn.Module, branch: str | None, label: int | None) -
     wants = _wants(model)
     missing = [n for n, v in given.items() if v is not None and n not in wants]
     if missing:
-        raise ValueError(
-            f"{type(model).__name__} has no layer that takes a {words(missing)}; fold it without"
-        )
+        raise ValueError(f"{type(model).__name__} has no layer that takes a {words(missing)}; fold it without")
 
 
 def _wants(model: nn.Module) -> frozenset[str]:
@@ -122,9 +116,7 @@ def _wants(model: nn.Module) -> frozenset[str]:
 # --- replacing ---------------------------------------------------------------------------------------------------
 
 
-def _fold_into_convolutions(
-    model: nn.Module, norms: list[_Layer], calls: _Calls, done: Report
-) -> dict[int, nn.Module]:
+def _fold_into_convolutions(model: nn.Module, norms: list[_Layer], calls: _Calls, done: Report) -> dict[int, nn.Module]:
     """Fold what can be folded. Returns what stays in the place of each layer, by the layer's id."""
     new: dict[int, nn.Module] = {}
     layers = {id(norm.module): norm for norm in norms}
@@ -163,9 +155,7 @@ def _make_plain(norms: list[_Layer], calls: _Calls, done: Report) -> dict[int, n
             continue
         carry_hooks(plain, module)
         new[id(module)] = plain
-        done.converted.append(
-            Converted(name, type(module).__name__, type(plain).__name__, SAME_IN_EVALUATION)
-        )
+        done.converted.append(Converted(name, type(module).__name__, type(plain).__name__, SAME_IN_EVALUATION))
     return new
 
 
@@ -191,9 +181,7 @@ def _drop_residue(model: nn.Module) -> None:
 # --- comparing ---------------------------------------------------------------------------------------------------
 
 
-def _run(
-    model: nn.Module, arguments: tuple[Any, ...], branch: str | None, label: int | None, calls: _Calls
-) -> Any:
+def _run(model: nn.Module, arguments: tuple[Any, ...], branch: str | None, label: int | None, calls: _Calls) -> Any:
     """The outputs of the model; how it calls its normalization layers is noted in ``calls``."""
     wants = _wants(model)
     given = {n: v for n, v in (("branch", branch), ("label", label)) if v is not None and n in wants}

@@ -23,9 +23,6 @@ from .description import hooks_of
 from .scopes import no_update
 from .walk import carry_hooks
 
-__all__ = ["fuse"]
-
-
 _FUNCTIONS: dict[Any, str] = {
     F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", F.relu_: "relu", F.silu: "silu",
     F.leaky_relu: "leaky_relu", "relu": "relu", "relu_": "relu",
@@ -174,9 +171,7 @@ def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     """What ``reader`` adds to ``node``, if it does nothing else and both have the same shape and dtype."""
     if reader.op not in _CALLS or reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
         return None
-    if (
-        reader.target in _IN_PLACE and reader.args[0] is not node
-    ):  # it writes to a tensor that others may read
+    if reader.target in _IN_PLACE and reader.args[0] is not node:  # it writes to a tensor that others may read
         return None
     others = [a for a in reader.args if a is not node]
     if len(others) != 1 or not isinstance(others[0], fx.Node) or others[0].op == "get_attr":

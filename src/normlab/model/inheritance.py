@@ -14,9 +14,6 @@ from ..statistics.affine import compose
 from ..statistics.pools import Pool
 from .description import Plain, canonical, is_norm, read
 
-__all__ = ["NEW", "SAME", "SAME_IN_EVALUATION", "merge_tables", "take_over"]
-
-
 SAME, SAME_IN_EVALUATION, NEW = "same function", "same function in evaluation mode", "new function"
 
 
@@ -103,9 +100,7 @@ def _from_own(new: Norm, old: Norm) -> str:
     """From one of normlab's layers to another, where one affine map and one set of statistics is not all there is."""
     given = {n: t.detach().clone() for n, t in old.state_dict().items()}
     terms, before = set(new.affine_terms), set(old.affine_terms)
-    merged = (
-        "shared" in before - terms and before - {"shared"} <= terms and bool(before & {"class", "branch"})
-    )
+    merged = "shared" in before - terms and before - {"shared"} <= terms and bool(before & {"class", "branch"})
     if merged:
         given |= merge_tables(old)
     _fill(new, given)

@@ -9,9 +9,6 @@ from torch import nn
 from ..engine.messages import check_model
 from ..layers import Norm, SparseSwitchNorm, SwitchNorm
 
-__all__ = ["harden", "importance", "set_radius"]
-
-
 Kind = TypeVar("Kind", bound=SwitchNorm)
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Original", "original_of", "place_of"]
-
 
 @dataclass
 class Original:

@@ -19,9 +19,6 @@ from .inheritance import merge_tables
 from .walk import TRANSPOSED
 from .weights import unparametrize
 
-__all__ = ["can_merge", "fold_into", "merge_sandwich", "plain_layer"]
-
-
 _BATCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 _DIMS_OF_RANK = {2: 1, 3: 1, 4: 2, 5: 3}
@@ -69,12 +66,8 @@ def plain_layer(source: Plain, rank: int | None) -> nn.Module | str:
         if not source.constant and (pool.ghost is not None or pool.groups != c):
             return "takes the statistics of a part of the batch, also in evaluation mode"
         if dims is None:
-            return (
-                "torch has no batch norm for any number of axes; give inputs=..., or use a 1d, 2d or 3d layer"
-            )
-        layer = _BATCH[dims](
-            c, source.eps, source.momentum, source.affine, track_running_stats=source.constant
-        )
+            return "torch has no batch norm for any number of axes; give inputs=..., or use a 1d, 2d or 3d layer"
+        layer = _BATCH[dims](c, source.eps, source.momentum, source.affine, track_running_stats=source.constant)
     elif pool.groups == c and dims is not None:
         layer = _INSTANCE[dims](c, source.eps, affine=source.affine)
     else:
@@ -87,11 +80,7 @@ def plain_layer(source: Plain, rank: int | None) -> nn.Module | str:
 def _copy_values(source: Plain, layer: nn.Module) -> None:
     values = {"weight": source.weight, "bias": source.bias}
     if source.constant:
-        values |= {
-            "running_mean": source.mean,
-            "running_var": source.var,
-            "num_batches_tracked": source.batches,
-        }
+        values |= {"running_mean": source.mean, "running_var": source.var, "num_batches_tracked": source.batches}
     state = {n: t.detach().clone() for n, t in values.items() if t is not None}
     like = next((t for t in state.values() if t.is_floating_point()), None)
     if like is not None:

@@ -12,8 +12,6 @@ from ..engine.messages import check_model, words
 from .inheritance import NEW
 from .originals import original_of
 
-__all__ = ["Converted", "Report", "Skipped", "nothing_to_convert", "report"]
-
 
 class Converted(NamedTuple):
     """One layer that was replaced. ``kept`` says whether the new layer computes the same function at first."""
@@ -72,10 +70,6 @@ def nothing_to_convert(model: nn.Module, found: list[Any], skipped: list[Skipped
         hint = "; undo(model) puts back those that a conversion took out" if taken else ""
         return f"{start}it has no normalization layer{hint}"
     if not skipped and limited:
-        return (
-            start + f"only=... leaves out all {len(found)} normalization layers, such as {found[0][0][0]!r}"
-        )
+        return start + f"only=... leaves out all {len(found)} normalization layers, such as {found[0][0][0]!r}"
     kinds = {(s.kind, s.reason): s.name for s in reversed(skipped)}  # the first of each kind
-    return start + "; ".join(
-        f"{kind} ({name!r}): {reason}" for (kind, reason), name in reversed(kinds.items())
-    )
+    return start + "; ".join(f"{kind} ({name!r}): {reason}" for (kind, reason), name in reversed(kinds.items()))

@@ -16,8 +16,6 @@ from torch import nn
 from ..engine.messages import check_model, words
 from ..layers.conditions import NO_ROUTE, RouteScope, branch_index, label_index, route_scope, set_scope
 
-__all__ = ["keep_route", "route"]
-
 
 class route:
     """Inside the ``with`` block, layers of ``model`` take this branch, label or style where their call gives none.

@@ -22,9 +22,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..engine.messages import check_model
 from ..layers.norm import Norm
 
-__all__ = ["frozen", "guarded", "no_update", "with_batch_statistics"]
-
-
 Restore = Callable[[], None]
 
 
@@ -68,9 +65,7 @@ def with_batch_statistics(model: nn.Module) -> _Undo:
     return _apply(model, {"normalize_with": "batch", "update": False}, mode=True)
 
 
-def _apply(
-    model: nn.Module, change: dict[str, Any], *, mode: bool | None = None, keep_finite: bool = False
-) -> _Undo:
+def _apply(model: nn.Module, change: dict[str, Any], *, mode: bool | None = None, keep_finite: bool = False) -> _Undo:
     """Change the policy of normlab's layers; ``mode`` and ``keep_finite`` are for torch's own, see :class:`_Detour`."""
     undo: list[Restore] = []
     _check_compiled(model)

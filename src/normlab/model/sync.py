@@ -14,8 +14,6 @@ from .convert import convert_torch_batch_norm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["sync", "unsync"]
-
 
 def sync(model: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
     """Pool batch statistics over the processes of ``process_group`` (default: all).
@@ -31,9 +29,7 @@ def sync(model: nn.Module, process_group: ProcessGroup | None = None) -> nn.Modu
         raise RuntimeError("sync() needs torch.distributed: call torch.distributed.init_process_group first")
     group = process_group if process_group is not None else dist.group.WORLD
     model = convert_torch_batch_norm(model)
-    layers = [
-        m for m in model.modules() if isinstance(m, Norm) and any(p.over_batch for p in m.statistics.pools)
-    ]
+    layers = [m for m in model.modules() if isinstance(m, Norm) and any(p.over_batch for p in m.statistics.pools)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no normalization layer with statistics over the batch")
     for layer in layers:

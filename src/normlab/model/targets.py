@@ -18,9 +18,6 @@ from ..statistics.registry import NORMALIZERS, Normalizer, register
 from .description import Plain
 from .inheritance import NEW, take_over
 
-__all__ = ["TARGETS", "LayerMaker"]
-
-
 # What leaves no layer: nothing at all, or weights that are normalized instead.
 register("none", short=("identity",))(nn.Identity)
 register("weight", short=("wn",), page="weight-norm")(nn.Identity)
@@ -69,9 +66,7 @@ class LayerMaker:
         elif callable(to):
             self.make = to
         else:
-            raise TypeError(
-                f"to is a name, a class or a function of the number of channels; got {type(to).__name__}"
-            )
+            raise TypeError(f"to is a name, a class or a function of the number of channels; got {type(to).__name__}")
         self.takes = set(options_of(self.named, options)) if self.named else _parameters(self.make)
         # Channels, device and dtype are those of the layer that is replaced.
         for name in options.keys() - self.takes if self.named else ():

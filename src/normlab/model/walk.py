@@ -10,9 +10,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .description import is_norm
 
-__all__ = ["Chosen"]
-
-
 Only = str | Callable[[str, nn.Module], bool] | None
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WEIGHTED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED, nn.Linear)
@@ -35,9 +32,7 @@ class Chosen:
         elif only is None or callable(only):
             self.ask = only or (lambda name, module: True)
         else:
-            raise TypeError(
-                f"only is a regular expression or a function of (name, module); got {type(only).__name__}"
-            )
+            raise TypeError(f"only is a regular expression or a function of (name, module); got {type(only).__name__}")
         self.given = only is not None
 
     def __call__(self, names: list[str], module: nn.Module) -> bool:
@@ -75,9 +70,7 @@ def put(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
 def carry_hooks(new: nn.Module, old: nn.Module) -> None:
     """Let hooks of ``old`` run on ``new``."""
     for name in _HOOKS:
-        if getattr(
-            old, name, None
-        ):  # the same dictionary, so that the handles of the old module remove hooks here too
+        if getattr(old, name, None):  # the same dictionary, so that the handles of the old module remove hooks here too
             setattr(new, name, getattr(old, name))
     if hasattr(old, "_is_full_backward_hook"):
         new._is_full_backward_hook = old._is_full_backward_hook

@@ -14,8 +14,6 @@ from .originals import Original
 from .report import Converted, Report, Skipped
 from .walk import TRANSPOSED, WEIGHTED, Chosen, named
 
-__all__ = ["normalize_weights", "restore_weight"]
-
 
 def normalize_weights(model: nn.Module, chosen: Chosen, done: Report) -> None:
     for names, module in named(model, lambda m: isinstance(m, WEIGHTED)):

@@ -16,8 +16,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["gather_statistics", "sum_over_ranks"]
-
 
 def sum_over_ranks(t: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of ``t`` over the ranks of ``group``, on every rank; differentiable any number of times."""

@@ -7,9 +7,6 @@ from torch.nn import functional as F
 
 from ..engine.messages import nearest
 
-__all__ = ["ACTIVATIONS", "LEAK", "activate", "check_activation"]
-
-
 # The numbers are the kernels'.
 ACTIVATIONS: dict[str | None, int] = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
 LEAK = 0.01  # slope of leaky relu below zero, as torch has it
@@ -27,7 +24,5 @@ def activate(x: Tensor, name: str | None, leak: float = LEAK) -> Tensor:
 def check_activation(name: str | None) -> str | None:
     if name not in ACTIVATIONS:
         known = tuple(n for n in ACTIVATIONS if n is not None)
-        raise ValueError(
-            f"there is no activation {name!r} that a norm layer applies; {nearest(str(name), known)}"
-        )
+        raise ValueError(f"there is no activation {name!r} that a norm layer applies; {nearest(str(name), known)}")
     return name

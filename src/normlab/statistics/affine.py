@@ -29,9 +29,6 @@ from ..engine.rows import Rows, take
 from .plans import Plan, Segments
 from .pools import group
 
-__all__ = ["Affine", "Predicted", "PredictedOfPools", "compose", "parse_affine", "predictor_parameters"]
-
-
 _TERMS = ("shared", "class", "branch", "style", "predicted")
 _NAMED: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -50,9 +47,7 @@ def parse_affine(affine: bool | str | Sequence[str], classes: bool, branches: bo
         return ("shared",) if affine else ()
     if affine == "sandwich":
         if not classes and not branches:
-            raise ValueError(
-                "affine='sandwich' needs num_classes=... or branches=(...): what the inner maps are for"
-            )
+            raise ValueError("affine='sandwich' needs num_classes=... or branches=(...): what the inner maps are for")
         affine = "sandwich_class" if classes else "sandwich_branch"
     if isinstance(affine, str):
         if affine not in _NAMED:
@@ -72,9 +67,7 @@ def parse_affine(affine: bool | str | Sequence[str], classes: bool, branches: bo
     if "class" in terms and not classes:
         raise ValueError("an affine map for each class needs num_classes=...: how many classes there are")
     if "branch" in terms and not branches:
-        raise ValueError(
-            'an affine map for each branch needs branches=(...), such as branches=("main", "aux")'
-        )
+        raise ValueError('an affine map for each branch needs branches=(...), such as branches=("main", "aux")')
     return terms
 
 
@@ -103,11 +96,7 @@ def predictor_parameters(channels: int, key_size: int) -> dict[str, Tensor]:
     def dense(out: int, into: int) -> Tensor:  # as nn.Linear starts
         return torch.empty(out, into).uniform_(-(into**-0.5), into**-0.5)
 
-    return {
-        "embed_weight": dense(width, keys),
-        "scale_head": dense(keys, width),
-        "shift_head": dense(keys, width),
-    }
+    return {"embed_weight": dense(width, keys), "scale_head": dense(keys, width), "shift_head": dense(keys, width)}
 
 
 class Predicted:

@@ -21,16 +21,12 @@ from .plans import Plan, Pooled
 from .pools import Pool, batch
 from .running import Track
 
-__all__ = ["Kernels", "OfBatch", "PlainPool", "Recorded", "Sources", "Statistics", "running_statistics"]
-
 
 class Sources(NamedTuple):
     """What a call offers to a rule."""
 
     plans: tuple[Plan, ...]  # one a pool: statistics of this batch
-    running: tuple[
-        tuple[Tensor, Tensor] | None, ...
-    ]  # one a pool: running (mean, var), [1 or N, R], where needed
+    running: tuple[tuple[Tensor, Tensor] | None, ...]  # one a pool: running (mean, var), [1 or N, R], where needed
     live: tuple[bool, ...]  # whether each pool takes the batch's statistics or the running ones
     batches: Tensor | None  # how many batches were tracked: [] or [N, 1]
     eps: float
@@ -62,14 +58,10 @@ class Statistics:
 
     pools: tuple[Pool, ...] = ()
     affine: ClassVar[str] = "shared"  # the affine map where a layer is given none
-    reads_running: ClassVar[bool] = (
-        False  # whether the rule reads running statistics while the batch's normalize
-    )
+    reads_running: ClassVar[bool] = False  # whether the rule reads running statistics while the batch's normalize
     synchronizes: ClassVar[bool] = True  # whether processes may share the statistics of a batch
     weighs_pools: ClassVar[bool] = False  # whether ``logits`` weight the pools
-    per_position: ClassVar[bool] = (
-        False  # whether coefficients vary over space: then there are no pools and no rule
-    )
+    per_position: ClassVar[bool] = False  # whether coefficients vary over space: then there are no pools and no rule
     channels_at_end: ClassVar[bool] = False  # whether inputs are [*, C], as transformers have them
     finishes: ClassVar[bool] = False  # whether ``finish`` does anything
     moved_by_kernels: ClassVar[str] = "unbiased"  # how whole kernels move the running variance, see Track
@@ -136,9 +128,7 @@ class Statistics:
         """
         return []
 
-    def start_at(
-        self, place: int | None, state: dict[str, Tensor], names: tuple[str, str] | None
-    ) -> list[str]:
+    def start_at(self, place: int | None, state: dict[str, Tensor], names: tuple[str, str] | None) -> list[str]:
         """Fill ``state`` so that pool ``place`` alone standardizes; ``names`` are its buffers. Notes for the user."""
         return []
 
@@ -146,9 +136,7 @@ class Statistics:
         """Learned values with which these statistics are batch norm's, where a plain batch norm is loaded."""
         return {}
 
-    def combine(
-        self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float
-    ) -> Coefficients:
+    def combine(self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float) -> Coefficients:
         raise TypeError(f"{type(self).__name__} needs a combine(statistics, *tensors, eps) method")
 
     def whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -220,9 +208,7 @@ class Recorded:
         """Mean and variance of every pool of the sources, to broadcast against the rows."""
         given = iter(values)
         return [
-            (plan.expand(next(given)), plan.expand(next(given)))
-            if live
-            else running_statistics(self.sources, k, dtype)
+            (plan.expand(next(given)), plan.expand(next(given))) if live else running_statistics(self.sources, k, dtype)
             for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True))
         ]
 

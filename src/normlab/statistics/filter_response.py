@@ -15,8 +15,6 @@ from .base import Statistics
 from .pools import instance
 from .registry import register
 
-__all__ = ["FilterResponse"]
-
 
 @register(
     "filter_response",
@@ -50,9 +48,7 @@ class FilterResponse(Statistics):
     def tensors(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         return ()  # the threshold comes after the affine map
 
-    def combine(
-        self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float
-    ) -> Coefficients:
+    def combine(self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float) -> Coefficients:
         ((mean, var),) = statistics
         return Coefficients(torch.zeros_like(mean), torch.rsqrt(var + mean.square() + eps))
 

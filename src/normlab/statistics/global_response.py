@@ -14,8 +14,6 @@ from .base import Statistics
 from .pools import instance
 from .registry import register
 
-__all__ = ["GlobalResponse"]
-
 
 @register(
     "global_response",
@@ -41,9 +39,7 @@ class GlobalResponse(Statistics):
     def parameters(self, channels: int) -> dict[str, Tensor]:
         return {"response_weight": torch.zeros(channels), "response_bias": torch.zeros(channels)}
 
-    def combine(
-        self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float
-    ) -> Coefficients:
+    def combine(self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float) -> Coefficients:
         ((mean, var),), (weight, bias) = statistics, tensors
         square = var + mean.square()
         response = square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()  # the root has no slope at zero

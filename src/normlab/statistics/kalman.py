@@ -14,8 +14,6 @@ from .base import OfBatch, PlainPool, Recorded, Sources
 from .registry import register
 from .weighted_pools import WeightedPools
 
-__all__ = ["Kalman", "predict"]
-
 
 @register(
     "kalman",

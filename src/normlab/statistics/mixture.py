@@ -20,12 +20,7 @@ from .running import Track
 from .sparsestmax import sparsest_logits, sparsestmax
 from .weighted_pools import RecordedWeightedPools, WeightedPools, softmax_weights
 
-__all__ = ["Mixture"]
-
-
-_ONE_HOT = (
-    16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
-)
+_ONE_HOT = 16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
 
 
 @dataclass(frozen=True)
@@ -44,21 +39,15 @@ class Mixture(Statistics):
 
     def __post_init__(self) -> None:
         if not self.members:
-            raise ValueError(
-                "a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')"
-            )
+            raise ValueError("a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')")
         if len({str(p) for p in self.members}) != len(self.members):
-            raise ValueError(
-                f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}"
-            )
+            raise ValueError(f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}")
         check_number(self.groups, "groups")
 
     @classmethod
     def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
         if isinstance(pools, (str, Pool)) or not isinstance(pools, Iterable):
-            raise TypeError(
-                f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}"
-            )
+            raise TypeError(f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}")
         return cls(tuple(parse_pool(p) for p in pools), **options)
 
     @property
@@ -79,9 +68,7 @@ class Mixture(Statistics):
     def with_ghost(self, ghost: int) -> Mixture:
         if not any(p.over_batch for p in self.members):
             raise ValueError(f"ghost={ghost} needs a pool over the batch; {self.label} has none")
-        return replace(
-            self, members=tuple(replace(p, ghost=ghost) if p.over_batch else p for p in self.members)
-        )
+        return replace(self, members=tuple(replace(p, ghost=ghost) if p.over_batch else p for p in self.members))
 
     def check(self, channels: int) -> None:
         super().check(channels)
@@ -126,17 +113,13 @@ class Mixture(Statistics):
         if float(best.min()) < 1 - 1e-6:  # float32 rounding of a one-hot softmax
             return PlainPool(None, False, "a mixture of several pools; harden() it first")
         if int(at.min()) != int(at.max()):
-            return PlainPool(
-                None, False, "takes means and variances, or channel groups, from different pools"
-            )
+            return PlainPool(None, False, "takes means and variances, or channel groups, from different pools")
         return PlainPool(int(at.min()))
 
     def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
         return True, True
 
-    def start_at(
-        self, place: int | None, state: dict[str, Tensor], names: tuple[str, str] | None
-    ) -> list[str]:
+    def start_at(self, place: int | None, state: dict[str, Tensor], names: tuple[str, str] | None) -> list[str]:
         for name in ("mean_weight", "var_weight"):
             state.pop(name, None)
         if place is None:  # equal weights
@@ -145,9 +128,7 @@ class Mixture(Statistics):
         if names is not None and names[0] != "running_mean" and "running_mean" in state:
             state |= {names[0]: state.pop("running_mean"), names[1]: state.pop("running_var")}
         if self.weighting == "softmax":
-            return [
-                "the mixture starts on one pool and leaves it slowly; keep=False starts from equal weights"
-            ]
+            return ["the mixture starts on one pool and leaves it slowly; keep=False starts from equal weights"]
         return ["a sparse mixture on one pool does not learn another; keep=False starts from equal weights"]
 
     def start_as_batch(self) -> dict[str, Tensor]:
@@ -164,9 +145,7 @@ class Mixture(Statistics):
         return logits if self.groups == 1 else logits.unsqueeze(1).repeat(1, self.groups)
 
     def rule(self, sources: Sources) -> WeightedPools:
-        return WeightedPools(
-            sources, softmax_weights if self.weighting == "softmax" else _sparsest, self.groups
-        )
+        return WeightedPools(sources, softmax_weights if self.weighting == "softmax" else _sparsest, self.groups)
 
     def recorded_rule(self, sources: Sources) -> Recorded:
         return RecordedWeightedPools(self.rule(sources))

@@ -18,8 +18,6 @@ from .plans import Pooled
 from .registry import register
 from .running import Track
 
-__all__ = ["Modes"]
-
 
 @register(
     "mode",
@@ -73,9 +71,7 @@ class _Gated:
     def __init__(self, modes: int, sources: Sources) -> None:
         self.modes, self.sources = modes, sources
 
-    def __call__(
-        self, moments: Moments, weight: Tensor, bias: Tensor
-    ) -> tuple[Coefficients, list[Pooled | None]]:
+    def __call__(self, moments: Moments, weight: Tensor, bias: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
         mean, var = moments.mean, moments.var
         n, c = mean.shape
         gates = torch.softmax(torch.nn.functional.linear(mean, weight, bias), 1)  # [N, K]

@@ -12,8 +12,6 @@ from .pools import POOLS, Pool, parse_pool
 from .registry import NORMALIZERS, named
 from .single import Single
 
-__all__ = ["parse_statistics"]
-
 
 def parse_statistics(statistics: str | Pool | Statistics | Sequence[str | Pool]) -> Statistics:
     """Statistics from a registered name, a pool, several pools (a mixture), or statistics themselves.
@@ -36,9 +34,7 @@ def parse_statistics(statistics: str | Pool | Statistics | Sequence[str | Pool])
 
 def _of_name(text: str) -> Statistics:
     found = re.fullmatch(r"(\w+?)\s*(?:\((.*)\))?(?:/ghost=(\d+))?", text.strip())
-    name, argument, ghost = (
-        found.groups() if found else (text.partition("(")[0].partition("/")[0].strip(), None, None)
-    )
+    name, argument, ghost = found.groups() if found else (text.partition("(")[0].partition("/")[0].strip(), None, None)
     if name in POOLS:
         return Single(parse_pool(text))
     entry = named(name) if found else None

@@ -19,8 +19,6 @@ from .pools import Pool
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Plan", "Pooled", "Segments"]
-
 
 class Segments(NamedTuple):
     """Which samples of the batch are pooled together: one segment, or one for each branch and ghost batch."""
@@ -66,9 +64,7 @@ class Plan:
     ``average`` of a tensor on rows is self-adjoint up to the number of elements, so forward and backward share it.
     """
 
-    def __init__(
-        self, pool: Pool, rows: Rows, segments: Segments, process_group: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, pool: Pool, rows: Rows, segments: Segments, process_group: ProcessGroup | None = None) -> None:
         self.pool, self.rows = pool, rows
         self.counts = _rows_a_group(pool, rows) if rows.cuts else ()
         self.segments = segments if pool.over_batch else Segments()

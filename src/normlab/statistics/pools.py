@@ -15,8 +15,6 @@ from ..engine.messages import check_number, nearest
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Pool", "batch", "batch_group", "group", "instance", "layer", "parse_pool"]
-
 
 @dataclass(frozen=True)
 class Pool:
@@ -38,9 +36,7 @@ class Pool:
         if self.kind != "channel":
             check_number(self.groups, "the number of groups")
         elif self.groups is not None:
-            raise ValueError(
-                f"a pool of kind 'channel' takes no groups; got {self.groups}; use 'group' or 'run'"
-            )
+            raise ValueError(f"a pool of kind 'channel' takes no groups; got {self.groups}; use 'group' or 'run'")
         if self.ghost is not None:
             check_number(self.ghost, "ghost", " samples a statistic")
         if self.ghost is not None and not self.over_batch:

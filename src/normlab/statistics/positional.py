@@ -23,8 +23,6 @@ from ..engine.numerics import at_least_float32
 from .base import Kernels, PlainPool, Statistics
 from .registry import register
 
-__all__ = ["OfPositions", "Positional", "normalize_positions", "plain_positions"]
-
 
 @register(
     "positional",
@@ -103,9 +101,7 @@ def normalize_positions(
     return _Positional.apply(x, weight, bias, eps, centered)
 
 
-def plain_positions(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True
-) -> Tensor:
+def plain_positions(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True) -> Tensor:
     """By operators that autograd differentiates; ``weight`` and ``bias`` are ``[1, C]`` or ``[N, C]``, or ``[C]``."""
     wide = at_least_float32(x)
     # Not var_mean, which warns of an empty batch.
@@ -146,9 +142,7 @@ def _standardize(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]
 
 class _Positional(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.eps, ctx.centered = eps, centered
         y, _ = _standardize(x, eps, centered)

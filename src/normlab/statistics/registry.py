@@ -12,9 +12,6 @@ from typing import Any, TypeVar
 
 from .base import Statistics
 
-__all__ = ["NORMALIZERS", "Normalizer", "named", "register"]
-
-
 Made = TypeVar("Made")
 
 
@@ -23,14 +20,10 @@ class Normalizer:
     """What one name stands for, and what tables say of it."""
 
     name: str
-    statistics: Callable[..., Statistics] | None = (
-        None  # from options; None: a layer's name, not that of statistics
-    )
+    statistics: Callable[..., Statistics] | None = None  # from options; None: a layer's name, not that of statistics
     layer: type[Any] | None = None  # the class of that name; its 1d, 2d or 3d form is taken
     variant: tuple[str, type[Any]] | None = None  # another class, where this option is given
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of conversions and the lab, where none are given
+    options: Mapping[str, Any] = field(default_factory=dict)  # of conversions and the lab, where none are given
     required: tuple[str, ...] = ()  # options that must be given
     divides: tuple[str, ...] = ()  # options that must divide the channels, and are lowered to one that does
     first: str | None = None  # the option that stands without its name: group(8)

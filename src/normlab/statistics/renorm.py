@@ -16,8 +16,6 @@ from .registry import register
 from .running import Track
 from .weighted_pools import WeightedPools
 
-__all__ = ["Renorm"]
-
 
 @register(
     "batch_renorm",
@@ -46,9 +44,7 @@ class Renorm(OfBatch):
 
     def __post_init__(self) -> None:
         if self.r_max < 1 or self.d_max < 0:
-            raise ValueError(
-                f"r_max must be at least 1 and d_max at least 0; got {self.r_max} and {self.d_max}"
-            )
+            raise ValueError(f"r_max must be at least 1 and d_max at least 0; got {self.r_max} and {self.d_max}")
 
     @property
     def label(self) -> str:
@@ -70,10 +66,7 @@ class Renorm(OfBatch):
         return PlainPool(0, trains=False)
 
     def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
-        return (
-            momentum is not None,
-            True,
-        )  # an average of all batches leaves no batch at which the correction begins
+        return (momentum is not None, True)  # an average of all batches leaves no batch at which the correction begins
 
     def adapt_running(
         self, state: dict[str, Tensor], channels: int, momentum: float | None, before: Statistics | None

@@ -13,8 +13,6 @@ from .base import Statistics
 from .pools import Pool, layer, parse_pool
 from .registry import register
 
-__all__ = ["RootMeanSquare"]
-
 
 @register(
     "rms",
@@ -40,8 +38,6 @@ class RootMeanSquare(Statistics):
     def with_ghost(self, ghost: int) -> RootMeanSquare:
         return replace(self, pool=replace(self.pools[0], ghost=ghost))
 
-    def combine(
-        self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float
-    ) -> Coefficients:
+    def combine(self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float) -> Coefficients:
         ((mean, var),) = statistics
         return Coefficients(torch.zeros_like(mean), torch.rsqrt(var + mean.square() + eps))

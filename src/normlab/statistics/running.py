@@ -15,8 +15,6 @@ from torch import Tensor
 from ..engine.rows import add_up, take
 from .plans import Pooled, Segments
 
-__all__ = ["Policy", "Track", "acceptable", "count_", "in_backward", "snapshot", "update_"]
-
 
 @dataclass(frozen=True)
 class Track:
@@ -114,9 +112,7 @@ def update_(
     present = count > 0 if isinstance(count, Tensor) else None
     if isinstance(of_branch, Tensor) or seen_mean.shape[0] > 1:
         number = 1 if isinstance(of_branch, int) else (branches or 1)
-        seen_mean, seen_var, present = _average_segments(
-            seen_mean, seen_var, count, of_branch, number, how == "total"
-        )
+        seen_mean, seen_var, present = _average_segments(seen_mean, seen_var, count, of_branch, number, how == "total")
     if present is not None:
         ok = present if ok is None else present & ok
     if isinstance(of_branch, int) and branches is not None:
@@ -145,12 +141,7 @@ def update_(
 
 
 def _average_segments(
-    mean: Tensor,
-    var: Tensor,
-    count: float | Tensor,
-    of_branch: int | Tensor,
-    number: int,
-    total: bool = False,
+    mean: Tensor, var: Tensor, count: float | Tensor, of_branch: int | Tensor, number: int, total: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Segments ``[B, G]`` averaged into branches ``[number, G]``, weighted by their counts; and who is present.
 

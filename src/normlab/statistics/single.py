@@ -16,8 +16,6 @@ from .registry import register
 from .running import Track
 from .weighted_pools import RecordedWeightedPools, WeightedPools
 
-__all__ = ["Single"]
-
 
 @dataclass(frozen=True)
 class Single(Statistics):
@@ -120,9 +118,9 @@ def _of_pool(pool: Pool) -> Callable[[], Single]:
     return lambda: Single(pool)
 
 
-register(
-    "batch", short=("bn",), row="batch", shares="all samples and positions of one channel", page="batch"
-)(_of_pool(batch))
+register("batch", short=("bn",), row="batch", shares="all samples and positions of one channel", page="batch")(
+    _of_pool(batch)
+)
 register(
     "batch_group",
     short=("bgn",),
@@ -133,15 +131,11 @@ register(
     page="batch-group",
 )(_of_groups("run", True))
 register(
-    "instance",
-    short=("in",),
-    row="instance",
-    shares="the positions of one channel of one sample",
-    page="instance",
+    "instance", short=("in",), row="instance", shares="the positions of one channel of one sample", page="instance"
 )(_of_pool(instance))
-register(
-    "layer", short=("ln",), row="layer", shares="all channels and positions of one sample", page="layer"
-)(_of_pool(layer))
+register("layer", short=("ln",), row="layer", shares="all channels and positions of one sample", page="layer")(
+    _of_pool(layer)
+)
 register(
     "group",
     short=("gn",),

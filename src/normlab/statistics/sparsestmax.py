@@ -15,9 +15,6 @@ from torch import Tensor
 from ..engine.backends import kernels, kernels_serve, must_trace
 from ..engine.expression import differentiate, wants_plain
 
-__all__ = ["sparsemax", "sparsest_logits", "sparsestmax"]
-
-
 _FEW = 64  # numbers, up to which Python computes on the CPU
 
 
@@ -121,9 +118,7 @@ class _Sparsest(torch.autograd.Function):
         return (d.unsqueeze(-1) * jacobian).sum(-2), None, None
 
 
-def _of_one(
-    z: list[float], radius: float, rounding: float, log: bool
-) -> tuple[list[float], list[list[float]]]:
+def _of_one(z: list[float], radius: float, rounding: float, log: bool) -> tuple[list[float], list[list[float]]]:
     """SparsestMax of one point, or its logarithm, and the derivative ``[K][K]``."""
     places = range(len(z))
     if not all(map(math.isfinite, (radius, *z))):
@@ -161,8 +156,6 @@ def _of_one(
             break
     point = [min(p, 1.0) for p in point]
     if log:
-        slope = [
-            [s / p for s in row] if p > 0 else [0.0] * len(z) for p, row in zip(point, slope, strict=True)
-        ]
+        slope = [[s / p for s in row] if p > 0 else [0.0] * len(z) for p, row in zip(point, slope, strict=True)]
         point = [math.log(p) if p > 0 else -math.inf for p in point]
     return point, slope

@@ -14,8 +14,6 @@ from . import pools as _pools
 from .base import Recorded, Sources, running_statistics
 from .plans import Plan, Pooled, Segments
 
-__all__ = ["RecordedWeightedPools", "WeightedPools", "softmax_weights"]
-
 
 class WeightedPools:
     """A weighted sum of pools' means and of their variances, with its gradient in closed form.
@@ -27,9 +25,7 @@ class WeightedPools:
     ``weighting`` turns the tensors given, logits of ``[K]`` or ``[K, groups]``, into weights; None: one pool.
     """
 
-    def __init__(
-        self, sources: Sources, weighting: Callable[..., Tensor] | None = None, groups: int = 1
-    ) -> None:
+    def __init__(self, sources: Sources, weighting: Callable[..., Tensor] | None = None, groups: int = 1) -> None:
         self.sources, self.weighting, self.groups = sources, weighting, groups
         self.reads_moments = any(sources.live)
         self.per_group = Plan(_pools.group(groups), sources.plans[0].rows, Segments())
@@ -77,9 +73,7 @@ class WeightedPools:
         for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True)):
             pooled = statistics(plan) if live else None
             seen.append(pooled)
-            m, v = (
-                running_statistics(self.sources, k, dtype) if pooled is None else map(plan.expand, pooled[:2])
-            )
+            m, v = running_statistics(self.sources, k, dtype) if pooled is None else map(plan.expand, pooled[:2])
             center = _plus(center, m, None if w is None else w[0][k])
             var = _plus(var, v, None if w is None else w[1][k])
         assert center is not None and var is not None
@@ -118,9 +112,7 @@ class WeightedPools:
             if self.groups > 1 or pooled is None:
                 total, o, h = self._gradient_of_rows(k, plan, pooled, d, w, stats)
             else:
-                total, o, h = plan.stacked_adjoint(
-                    d, pooled, stats, None if w is None else (w[0][k], w[1][k])
-                )
+                total, o, h = plan.stacked_adjoint(d, pooled, stats, None if w is None else (w[0][k], w[1][k]))
             if total is not None:
                 found.append(total)
             if o is not None and h is not None:

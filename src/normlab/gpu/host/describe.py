@@ -14,20 +14,10 @@ if TYPE_CHECKING:
     from ..launch import Launch
     from ..launch_plans import LaunchPlan
 
-__all__ = ["BACKWARD", "FORWARD", "OF_PARAMETERS", "OF_X", "learn", "learn_launches", "stage_of"]
-
 
 FORWARD, BACKWARD, OF_X, OF_PARAMETERS = range(4)  # the directions of a plan, as host.cpp numbers them
 _ADDRESS, _NUMBER, _INT32, _INT64, _NULL = range(5)  # kinds of kernel parameters, as host.cpp numbers them
-_PTX = {
-    "u64": "pointer",
-    "b64": "pointer",
-    "f32": "fp32",
-    "b32": "i32",
-    "u32": "i32",
-    "s32": "i32",
-    "s64": "i64",
-}
+_PTX = {"u64": "pointer", "b64": "pointer", "f32": "fp32", "b32": "i32", "u32": "i32", "s32": "i32", "s64": "i64"}
 
 
 def learn(entry: Any, plan: LaunchPlan, tensors: Sequence[Tensor | None]) -> None:

@@ -27,9 +27,6 @@ import torch
 from ...engine.backends import chosen_host
 from . import build
 
-__all__ = ["build_host", "extension_for", "host_status", "set_fallback"]
-
-
 _SOURCE = Path(__file__).with_name("host.cpp")
 _FLAGS = ("-O2", "-shared", "-fPIC", "-std=c++20", "-fvisibility=hidden", "-w")
 _POLL = 1.0  # seconds between looks at a build in the background
@@ -48,11 +45,7 @@ def build_host() -> Path:
         _state.process.wait()
     path, failed = _folder() / build.LIBRARY, _folder() / build.FAILED
     if not path.exists():
-        said = (
-            f"the compiler said:\n{failed.read_text()}"
-            if failed.exists()
-            else f"nothing was written to {path}"
-        )
+        said = f"the compiler said:\n{failed.read_text()}" if failed.exists() else f"nothing was written to {path}"
         raise RuntimeError(f"the compiled host path did not build; {said}")
     _state.reset()
     return path
@@ -203,6 +196,4 @@ def _start_build(how: str) -> subprocess.Popen[bytes]:
     command = [compiler, str(_SOURCE), *_options(), "-ltorch_python", "-ltorch_cpu", "-lc10"]
     script = [sys.executable, "-I", build.__file__, str(_folder()), how]
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(
-        [*script, *command], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
-    )
+    return subprocess.Popen([*script, *command], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)

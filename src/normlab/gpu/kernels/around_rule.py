@@ -9,9 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["NOT_WANTED", "OF_EACH_ROW", "OVER_ALL", "OVER_ROWS", "OVER_SAMPLES"]
-
-
 # How the gradient at a coefficient is wanted: not at all, of each row, or summed: over the samples, over the rows of
 # each sample, or over both.
 NOT_WANTED = tl.constexpr(0)
@@ -134,9 +131,7 @@ def compose(
         a, b = a * w, b * w
     if BIAS:
         b += tl.load(bias + n * bias_n + r // PARTS * bias_c, mask=ok, other=0.0).to(tl.float32)
-    tl.store(
-        out + i, tl.load(center + n * center_n + r * center_r, mask=ok, other=0.0).to(tl.float32), mask=ok
-    )
+    tl.store(out + i, tl.load(center + n * center_n + r * center_r, mask=ok, other=0.0).to(tl.float32), mask=ok)
     tl.store(out + N * R + i, a, mask=ok)
     tl.store(out + 2 * N * R + i, b, mask=ok)
     if UPDATE:
@@ -205,9 +200,7 @@ def through_affine(
         a = tl.load(scale + n[:, None] * scale_n + r[None, :] * scale_r, mask=ok, other=0.0).to(tl.float32)
         of_weight = dot * a
         if SHIFT:
-            b = tl.load(shift + n[:, None] * shift_n + r[None, :] * shift_r, mask=ok, other=0.0).to(
-                tl.float32
-            )
+            b = tl.load(shift + n[:, None] * shift_n + r[None, :] * shift_r, mask=ok, other=0.0).to(tl.float32)
             of_weight += total * b
         if OF_AFFINE:
             if EACH:

@@ -18,9 +18,6 @@ import triton.language as tl
 from .passes import apply_pass, gradient_pass, join_moments, join_sums, moments_pass, sums_pass
 from .pools import coefficients, coefficients_backward, move_ghosts, pool_backward, pool_forward
 
-__all__ = ["meet"]
-
-
 # No address depends on these numbers. Triton would compile again for each that is 1, or a multiple of 16, for nothing.
 _ANY = [
     "N", "sample_cells", "sample_groups", "batch_cells", "batch_groups", "sample_programs", "batch_programs",
@@ -79,16 +76,12 @@ def forward(
 
     Channels last, BQ is positions and BS channels of a tile.
     """
-    stats, sample, batch_mean, batch_var, renorm, members = _split(
-        work, rows, sample_cells, batch_cells, READS, RENORM
-    )
+    stats, sample, batch_mean, batch_var, renorm, members = _split(work, rows, sample_cells, batch_cells, READS, RENORM)
     images = N * parts
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(
-            x, stats, partials, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
-        )
+        moments_pass(x, stats, partials, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
@@ -147,9 +140,7 @@ def backward(
 ):  # fmt: skip
     """Passes: 0 row sums, 1 sums of split rows joined, 2 sums over the pools and gradients of affine maps, 3
     coefficients and gradients of mixture weights, 4 ``dx``."""
-    stats, sample, batch_mean, batch_var, renorm, members = _split(
-        work, rows, sample_cells, batch_cells, READS, RENORM
-    )
+    stats, sample, batch_mean, batch_var, renorm, members = _split(work, rows, sample_cells, batch_cells, READS, RENORM)
     sums = back
     coef = back + 2 * rows
     sample_sums = coef + 4 * rows
@@ -216,9 +207,7 @@ def moments(
     if JOIN:
         join_moments(tl.program_id(0), partials, stats, rows, s, per_split, splits, B // 4)
     else:
-        moments_pass(
-            x, stats, partials, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE
-        )
+        moments_pass(x, stats, partials, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
 
 
 @triton.jit(do_not_specialize=_SIZES)

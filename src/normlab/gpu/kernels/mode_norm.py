@@ -172,9 +172,7 @@ def _modes_backward(
                 ok = (n < N)[:, None] & col[None, :]
                 at = (n * C)[:, None] + c[None, :]
                 g = tl.load(gates + n * K + k, mask=n < N, other=0.0)
-                w, _ = row_affine(
-                    n[:, None], c[None, :], ok, weight, bias, weight2, bias2, gates, C, SHARED, SECOND
-                )
+                w, _ = row_affine(n[:, None], c[None, :], ok, weight, bias, weight2, bias2, gates, C, SHARED, SECOND)
                 s0 = tl.load(sums + at, mask=ok, other=0.0)
                 s1 = tl.load(sums + rows + at, mask=ok, other=0.0)
                 center = tl.load(coef + at, mask=ok, other=0.0) - about[None, :]

@@ -19,9 +19,6 @@ import triton.language as tl
 
 from ...statistics.activation import ACTIVATIONS
 
-__all__ = ["activate", "through_activation"]
-
-
 _RELU = tl.constexpr(ACTIVATIONS["relu"])
 _LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
 _SILU = tl.constexpr(ACTIVATIONS["silu"])

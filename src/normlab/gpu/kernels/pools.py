@@ -16,9 +16,6 @@ import triton.language as tl
 
 from ...statistics import affine
 
-__all__ = ["ONE_MAP", "PER_SAMPLE", "SMALL_TABLE", "TABLE", "second_affine"]
-
-
 # The values of SECOND except zero.
 ONE_MAP = tl.constexpr(affine.ONE_MAP)
 TABLE = tl.constexpr(affine.TABLE)
@@ -494,9 +491,7 @@ def pool_backward(
             w2, _ = second_affine(nn[:, None], cc[None, :], ok, weight2, bias2, label, C, SECOND)
             w = w2 * w1[None, :]
             if RENORM:
-                ratio, move = _correction(
-                    nn[:, None], cc[None, :], ok, renorm, segment, C, batch_cells, HAS_SEG
-                )
+                ratio, move = _correction(nn[:, None], cc[None, :], ok, renorm, segment, C, batch_cells, HAS_SEG)
                 w = w * ratio
             for p in range(parts):
                 r = cc * parts + p
@@ -596,9 +591,7 @@ def pool_backward(
                 )  # fmt: skip
                 along = s1 * scale
                 if RENORM:
-                    ratio, move = _correction(
-                        nn[:, None], cc[None, :], ok, renorm, segment, C, batch_cells, HAS_SEG
-                    )
+                    ratio, move = _correction(nn[:, None], cc[None, :], ok, renorm, segment, C, batch_cells, HAS_SEG)
                     along = along * ratio + s0 * move
                 sum_w += tl.where(ok, w1[None, :] * along + b1[None, :] * s0, 0.0)
                 sum_b += tl.where(ok, s0, 0.0)
@@ -609,9 +602,7 @@ def pool_backward(
 
 
 @triton.jit
-def _softmax_gradient(
-    partials, logits, out, programs, shift, K: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr
-):
+def _softmax_gradient(partials, logits, out, programs, shift, K: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr):
     """From gradients of mixture weights, ``[programs, 2, K]``, to those of the logits. ``shift`` is 0 for means and K
     for variances."""
     p, k = tl.arange(0, BP), tl.arange(0, BK)
@@ -641,22 +632,7 @@ def _row_gradient(
         R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
     )  # fmt: skip
     w, _ = _corrected_affine(
-        n,
-        c,
-        ok,
-        weight,
-        bias,
-        weight2,
-        bias2,
-        label,
-        renorm,
-        segment,
-        C,
-        batch_cells,
-        SHARED,
-        SECOND,
-        RENORM,
-        HAS_SEG,
+        n, c, ok, weight, bias, weight2, bias2, label, renorm, segment, C, batch_cells, SHARED, SECOND, RENORM, HAS_SEG
     )
     zero = tl.zeros_like(scale)
     offset, half, mean = zero, zero, zero
@@ -670,11 +646,7 @@ def _row_gradient(
     if HAS_S:
         per = R // sample_groups
         cell = n * sample_groups + r // per
-        h = (
-            _softmax(var_logits, K, P_S)
-            * tl.load(sample_sums + sample_cells + cell, mask=ok, other=0.0)
-            / (per * s)
-        )
+        h = _softmax(var_logits, K, P_S) * tl.load(sample_sums + sample_cells + cell, mask=ok, other=0.0) / (per * s)
         m = tl.load(sample_stats + cell, mask=ok, other=0.0)
         offset += _softmax(mean_logits, K, P_S) * tl.load(sample_sums + cell, mask=ok, other=0.0) / (per * s)
         offset += 2.0 * (mean - m) * h
@@ -687,11 +659,7 @@ def _row_gradient(
             seg = tl.load(segment + n).to(tl.int32)
             cell += seg * batch_groups
             count = tl.load(members + seg) * per * s
-        h = (
-            _softmax(var_logits, K, P_B)
-            * tl.load(batch_sums + batch_cells + cell, mask=ok, other=0.0)
-            / count
-        )
+        h = _softmax(var_logits, K, P_B) * tl.load(batch_sums + batch_cells + cell, mask=ok, other=0.0) / count
         m = tl.load(batch_mean + cell, mask=ok, other=0.0)
         offset += _softmax(mean_logits, K, P_B) * tl.load(batch_sums + cell, mask=ok, other=0.0) / count
         offset += 2.0 * (mean - m) * h

@@ -16,9 +16,6 @@ from ..host import library
 from ..launch_plans import LaunchPlans
 from .layer import NormLayer
 
-__all__ = ["PreparedCall", "PreparedWhole", "QuickCall", "fits"]
-
-
 # Serves (layer, x, label, residual) with everything decided but the tensors and numbers, which may be replaced at any
 # time; None where it cannot.
 QuickCall: TypeAlias = Callable[[NormLayer, Tensor, "Tensor | None", "Tensor | None"], "Tensor | None"]

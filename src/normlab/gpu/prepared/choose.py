@@ -19,8 +19,6 @@ from .mode_norm import PreparedModeNorm
 from .positional_norm import PreparedPositionalNorm
 from .recorded_rule import PreparedRecordedRule
 
-__all__ = ["prepare"]
-
 
 def prepare(layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any) -> PreparedCall | None:
     """Prepare calls of ``layer`` like this one. None where kernels lack something that the layer asks for.
@@ -40,8 +38,7 @@ def prepare(layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any) -> Pr
     of_family = (
         kernels is Kernels.CLOSED_FAMILY
         and not layer._predictor
-        and closed_rule_of(Sources(plans_of_pools, (None,) * pools, (True,) * pools, None, layer.eps))
-        is not None
+        and closed_rule_of(Sources(plans_of_pools, (None,) * pools, (True,) * pools, None, layer.eps)) is not None
     )
     if not of_family:
         return None if isinstance(branch, Tensor) else _prepare_recorded_rule(layer, x, branch, live, plans)
@@ -58,9 +55,7 @@ def prepare(layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any) -> Pr
     return PreparedClosedFamily(layer, x, branch, plans, update is not None)
 
 
-def _prepare_mode_norm(
-    layer: NormLayer, x: Tensor, branch: int, live: bool, plans: Any
-) -> PreparedModeNorm | None:
+def _prepare_mode_norm(layer: NormLayer, x: Tensor, branch: int, live: bool, plans: Any) -> PreparedModeNorm | None:
     if layer._predictor or layer.process_group is not None:
         return None
     segments = plans[1]
@@ -84,8 +79,6 @@ def _prepare_recorded_rule(
         return None
     prepared = PreparedRecordedRule(layer, x, branch, plans, live)
     pools = prepared.config.pools
-    if len(pools) > MOST_POOLS or any(
-        not p.trivial and passes.too_large(n, r, p.groups, p.over_batch) for p in pools
-    ):
+    if len(pools) > MOST_POOLS or any(not p.trivial and passes.too_large(n, r, p.groups, p.over_batch) for p in pools):
         return None
     return prepared

@@ -20,9 +20,6 @@ from .calls import PreparedWhole, QuickCall
 from .layer import NormLayer
 from .torch_batch_norm import torch_batch_norm
 
-__all__ = ["PreparedClosedFamily"]
-
-
 _hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 

@@ -13,15 +13,11 @@ from ...statistics.base import Sources, Statistics
 from ...statistics.plans import Plan, Pooled, Segments
 from ...statistics.running import Policy
 
-__all__ = ["NormLayer"]
-
 
 class NormLayer(Protocol):
     """The part of :class:`normlab.layers.norm.Norm` that kernels use."""
 
-    _read: (
-        tuple[list[Any], Tensor] | None
-    )  # the running statistics that the last forward pass in training read
+    _read: tuple[list[Any], Tensor] | None  # the running statistics that the last forward pass in training read
 
     @property
     def num_features(self) -> int: ...
@@ -93,9 +89,7 @@ class NormLayer(Protocol):
         """What the statistics have learned, by name."""
         ...
 
-    def _sources(
-        self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool
-    ) -> Sources: ...
+    def _sources(self, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources: ...
 
     def _update_in_kernel(self, segments: Sequence[Segments]) -> Update | None:
         """The running statistics that a kernel may move, or None."""
@@ -105,6 +99,4 @@ class NormLayer(Protocol):
         """Move running statistics towards what a batch showed of each pool."""
         ...
 
-    def _predictor_tensors(
-        self, weight: Tensor | None, bias: Tensor | None, x: Tensor
-    ) -> tuple[Tensor, ...]: ...
+    def _predictor_tensors(self, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor, ...]: ...

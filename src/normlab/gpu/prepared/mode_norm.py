@@ -15,20 +15,14 @@ from ..shapes import dense, shape_of
 from .calls import PreparedWhole, QuickCall
 from .layer import NormLayer
 
-__all__ = ["PreparedModeNorm"]
-
 
 class PreparedModeNorm(PreparedWhole):
-    def __init__(
-        self, layer: NormLayer, x: Tensor, branch: int, plans: Any, live: bool, update: bool
-    ) -> None:
+    def __init__(self, layer: NormLayer, x: Tensor, branch: int, plans: Any, live: bool, update: bool) -> None:
         rows, _, self.plans = plans
         self.layer_branch, self.live, self.update = branch, live, update
         self.statistics: Any = layer.statistics
         shape = shape_of(x, rows, dense(x)[1])
-        config = ModeNormConfig(
-            shape, self.statistics.number, live, update, False, NO_MAP, act=0, residual=False
-        )
+        config = ModeNormConfig(shape, self.statistics.number, live, update, False, NO_MAP, act=0, residual=False)
         super().__init__(config, plans_for, rows)
 
     def __call__(

@@ -16,8 +16,6 @@ from ..shapes import dense, shape_of
 from .calls import PreparedWhole, QuickCall
 from .layer import NormLayer
 
-__all__ = ["PreparedPositionalNorm"]
-
 
 class PreparedPositionalNorm(PreparedWhole):
     def __init__(self, x: Tensor, statistics: Any) -> None:

@@ -18,8 +18,6 @@ from ..shapes import dense, shape_of
 from .calls import PreparedCall, QuickCall, fits
 from .layer import NormLayer
 
-__all__ = ["PreparedRecordedRule"]
-
 
 class PreparedRecordedRule(PreparedCall):
     def __init__(self, layer: NormLayer, x: Tensor, branch: int, plans: Any, live: bool) -> None:

@@ -19,8 +19,6 @@ from .layer import NormLayer
 if TYPE_CHECKING:
     from .closed_family import PreparedClosedFamily
 
-__all__ = ["TorchBatchNorm", "torch_batch_norm"]
-
 
 _LARGE = 1 << 24  # elements, from which the device's time counts and not the host's
 

@@ -143,9 +143,7 @@ def effective_affine(
             found.append(Scale(*layer[:4], None, None, None, None, None, where))
             continue
         size, offset = scale.abs(), shift.mean().item()
-        mean, std, low, high = (
-            t.item() for t in (size.mean(), size.std(correction=0), size.min(), size.max())
-        )
+        mean, std, low, high = (t.item() for t in (size.mean(), size.std(correction=0), size.min(), size.max()))
         found.append(Scale(*layer[:4], mean, std, low, high, offset, where))
     return found
 

@@ -38,9 +38,7 @@ def pca(x: Tensor, components: int = 2) -> Pca:
 
 
 @torch.no_grad()
-def activations(
-    model: nn.Module, x: Tensor, layers: Sequence[str], *, training: bool = False
-) -> dict[str, Tensor]:
+def activations(model: nn.Module, x: Tensor, layers: Sequence[str], *, training: bool = False) -> dict[str, Tensor]:
     """Outputs ``[N, D]`` of the named modules. In training mode batch norm uses the batch; buffers do not change."""
     known = dict(model.named_modules())
     for name in layers:
@@ -62,12 +60,7 @@ def activations(
 
 
 def representations(
-    model: nn.Module,
-    batches: Sequence[Tensor],
-    layers: Sequence[str],
-    *,
-    components: int = 2,
-    training: bool = False,
+    model: nn.Module, batches: Sequence[Tensor], layers: Sequence[str], *, components: int = 2, training: bool = False
 ) -> dict[str, tuple[Pca, list[int]]]:
     """Joint principal components of each layer's activations over minibatches, and each point's minibatch.
 

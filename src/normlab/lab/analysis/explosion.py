@@ -34,9 +34,7 @@ def explosion_rate(batch_size: int | float, activation: str = "relu") -> float:
         return math.pi / (math.pi - 1) if activation == "relu" else 1.0
     c = -1 / (batch_size - 1)
     angle = math.pi - math.acos(c)
-    j, slope = (
-        ((math.sqrt(1 - c * c) + angle * c) / math.pi, angle / math.pi) if activation == "relu" else (c, 1)
-    )
+    j, slope = ((math.sqrt(1 - c * c) + angle * c) / math.pi, angle / math.pi) if activation == "relu" else (c, 1)
     return ((batch_size - 1 + slope) / (1 - j) - 1) / (batch_size - 3)
 
 
@@ -70,9 +68,7 @@ def gradient_explosion(
     gradient remembers the loss.
     """
     predicted = explosion_rate(batch_size, activation)
-    logs = torch.stack(
-        [_gradient_norms(batch_size, depth, width, activation, s).log() for s in range(seeds)]
-    ).mean(0)
+    logs = torch.stack([_gradient_norms(batch_size, depth, width, activation, s).log() for s in range(seeds)]).mean(0)
     first, last = depth // 8, depth - 1 - depth // 8
     rate = math.exp((logs[first] - logs[last]).item() / (last - first))
     return Explosion(batch_size, activation, (logs - logs[-1]).exp().tolist(), rate, predicted)

@@ -50,10 +50,7 @@ def describe(model: nn.Module, inputs: Tensor | None = None) -> str:
     if weights := importance(model):
         pools = list(dict.fromkeys(p for w in weights for p in w.mean))
         head = ("layer", *(f"mean {p}" for p in pools), *(f"var {p}" for p in pools))
-        rows = [
-            (w.layer, *(w.mean.get(p, 0.0) for p in pools), *(w.var.get(p, 0.0) for p in pools))
-            for w in weights
-        ]
+        rows = [(w.layer, *(w.mean.get(p, 0.0) for p in pools), *(w.var.get(p, 0.0) for p in pools)) for w in weights]
         means, variances = average_importance(weights)
         rows.append(("average", *(means[p] for p in pools), *(variances[p] for p in pools)))
         parts += ["Importance weights", table(head, rows)]

@@ -55,9 +55,7 @@ def parse_augmentation(text: str | Augmentation) -> Augmentation:
                 )
             key, value = list(readers)[i], key
         if key not in readers:
-            raise LabError(
-                f"{name} takes no option {key!r}; {nearest(key, readers) if readers else 'it takes none'}"
-            )
+            raise LabError(f"{name} takes no option {key!r}; {nearest(key, readers) if readers else 'it takes none'}")
         if key in given:
             raise LabError(f"{text!r} gives {key} twice")
         try:

@@ -24,9 +24,7 @@ class Augmented(NamedTuple):
     x: Tensor  # float [N, C, H, W], pixels in [0, 1]
     y: Tensor  # int64 [N]
     y2: Tensor | None = None  # int64 [N], the second class of a mixed image
-    weight: Tensor | None = (
-        None  # float [N], of the first class: the loss is weight * ce(y) + (1 - weight) * ce(y2)
-    )
+    weight: Tensor | None = None  # float [N], of the first class: the loss is weight * ce(y) + (1 - weight) * ce(y2)
 
 
 def option(default: Any, read: Callable[[str], Any]) -> Any:
@@ -152,9 +150,7 @@ class Draw(NamedTuple):
 
     def below(self, high: int, *shape: int) -> Tensor:
         """Whole numbers from 0 to ``high`` - 1."""
-        return torch.randint(high, shape, generator=self.generator, device=self.generator.device).to(
-            self.device
-        )
+        return torch.randint(high, shape, generator=self.generator, device=self.generator.device).to(self.device)
 
     def coin(self, *shape: int) -> Tensor:
         return self.uniform(*shape) < 0.5

@@ -91,9 +91,7 @@ class Crop(Augmentation):
     def make(self, x: Tensor, y: Tensor, data: Data, draw: Draw) -> Augmented:
         pad = data.crop if self.pad is None else self.pad
         if not pad:
-            raise LabError(
-                f"crop: {data.name} is not cropped in training; say by how much, as in crop(pad=4)"
-            )
+            raise LabError(f"crop: {data.name} is not cropped in training; say by how much, as in crop(pad=4)")
         made = moved(covered(x, self.fill), replace(data, crop=pad, flip=False), draw)
         return Augmented(coloured(made, data, self.fill), y)
 

@@ -75,9 +75,7 @@ def arguments(kind: Tensor, level: Tensor, sign: Tensor, reach: Reach, *, tpu: b
         Kind.TRANSLATE_Y: _RANGES[Kind.TRANSLATE_Y]._replace(most=reach.y),
     } | (_TPU if tpu else {})  # fmt: skip
     rows = [[float(v) for v in ranges.get(k, Range(0))] for k in Kind]
-    most, whole, start, slope, signed = torch.tensor(rows, dtype=torch.float64, device=kind.device)[
-        kind
-    ].unbind(-1)
+    most, whole, start, slope, signed = torch.tensor(rows, dtype=torch.float64, device=kind.device)[kind].unbind(-1)
     amount = level * most / 10
     amount = torch.where(whole > 0, amount.trunc(), amount)
     return start + slope * amount * torch.where(signed > 0, sign, torch.ones_like(sign))

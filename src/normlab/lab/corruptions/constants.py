@@ -39,21 +39,9 @@ CIFAR: dict[str, Rows] = {
     "speckle_noise": _each(0.06, 0.1, 0.12, 0.16, 0.2),
     "gaussian_blur": _each(0.4, 0.6, 0.7, 0.8, 1),
     "defocus_blur": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),  # radius, sigma of the rim
-    "glass_blur": (
-        (0.05, 1, 1),
-        (0.25, 1, 1),
-        (0.4, 1, 1),
-        (0.25, 1, 2),
-        (0.4, 1, 2),
-    ),  # sigma, reach, rounds
+    "glass_blur": ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),  # sigma, reach, rounds
     "motion_blur": ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),  # radius, sigma
-    "zoom_blur": (
-        (1.06, 0.01),
-        (1.11, 0.01),
-        (1.16, 0.01),
-        (1.21, 0.01),
-        (1.26, 0.01),
-    ),  # end of the range, step
+    "zoom_blur": ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),  # end of the range, step
     "snow": (  # mean, deviation, zoom, threshold, radius, sigma, share of the image
         (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
         (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
@@ -77,13 +65,7 @@ CIFAR: dict[str, Rows] = {
     "jpeg_compression": _each(80, 65, 58, 50, 40),
     "pixelate": _each(0.95, 0.9, 0.85, 0.75, 0.65),
     # amplitude, sigma, shift of the affine map's corners
-    "elastic_transform": (
-        (0, 0, 0.08),
-        (0.05, 0.2, 0.07),
-        (0.08, 0.06, 0.06),
-        (0.1, 0.04, 0.05),
-        (0.1, 0.03, 0.03),
-    ),
+    "elastic_transform": ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
 }
 
 IMAGENET: dict[str, Rows] = {

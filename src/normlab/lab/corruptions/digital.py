@@ -62,9 +62,7 @@ def elastic_transform(
     side = min(h, w)
     if corners is None:
         corners = torch.rand(n, 3, 2, generator=generator, device=x.device) * 2 - 1
-    x = F.grid_sample(
-        x, affine_grid(corners * (shift * side), h, w), padding_mode="reflection", align_corners=True
-    )
+    x = F.grid_sample(x, affine_grid(corners * (shift * side), h, w), padding_mode="reflection", align_corners=True)
     if amplitude == 0:
         return x
     if field is None:
@@ -76,18 +74,14 @@ def elastic_transform(
     return F.grid_sample(x, (2 * at + 1) / size - 1, padding_mode="reflection", align_corners=False)
 
 
-def affine_grid(
-    moved: Tensor, h: int, w: int
-) -> Tensor:  # [N, 3, 2] pixels -> [N, H, W, 2] for align_corners=True
+def affine_grid(moved: Tensor, h: int, w: int) -> Tensor:  # [N, 3, 2] pixels -> [N, H, W, 2] for align_corners=True
     """Where each pixel comes from under the affine map that moves three corners of the middle square by ``moved``."""
     middle, arm = moved.new_tensor([w // 2, h // 2]), min(h, w) // 3
     before = middle + arm * moved.new_tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
     after = before + moved
     ones = torch.ones_like(after[..., :1])
     # From where the corners went back to where they were: rows (x, y, 1) @ back = (x, y).
-    back = torch.linalg.solve(torch.cat((after, ones), 2).double(), before.expand_as(after).double()).to(
-        moved.dtype
-    )
+    back = torch.linalg.solve(torch.cat((after, ones), 2).double(), before.expand_as(after).double()).to(moved.dtype)
     at_x, at_y = _positions(h, w, moved)
     pixels = torch.stack((at_x, at_y, torch.ones_like(at_x)), -1).view(1, h * w, 3)
     # Sums written out: a product of matrices may be rounded to TF32.

@@ -65,9 +65,7 @@ def mce_alexnet(errors: Errors) -> float:
 
 def _rows(errors: Errors, names: Sequence[str]) -> list[Sequence[float]]:
     if missing := [n for n in names if n not in errors]:
-        raise LabError(
-            f"The mean over {len(names)} corruptions needs all of them; missing: {', '.join(missing)}."
-        )
+        raise LabError(f"The mean over {len(names)} corruptions needs all of them; missing: {', '.join(missing)}.")
     rows = [errors[n] for n in names]
     for name, row in zip(names, rows, strict=True):
         if len(row) != 5:

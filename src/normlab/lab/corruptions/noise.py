@@ -16,9 +16,7 @@ def gaussian_noise(
     return x + deviation * noise
 
 
-def shot_noise(
-    x: Tensor, rate: float, *, generator: Generator | None = None, counts: Tensor | None = None
-) -> Tensor:
+def shot_noise(x: Tensor, rate: float, *, generator: Generator | None = None, counts: Tensor | None = None) -> Tensor:
     """Photons counted where white is ``rate`` of them; counts: [N, C, H, W], Poisson with mean ``rate * x``."""
     counts = torch.poisson(x * rate, generator=generator) if counts is None else counts
     return counts / rate

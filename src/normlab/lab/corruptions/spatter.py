@@ -105,9 +105,7 @@ def canny(levels: Tensor, low: float, high: float) -> Tensor:  # [N, 1, H, W] le
         torch.where(
             steep,
             (size > at(-1, 0)) & (size >= at(1, 0)),
-            torch.where(
-                falling, (size > at(-1, 1)) & (size > at(1, -1)), (size > at(-1, -1)) & (size > at(1, 1))
-            ),
+            torch.where(falling, (size > at(-1, 1)) & (size > at(1, -1)), (size > at(-1, -1)) & (size > at(1, 1))),
         ),
     )
     weak = ridge & (size > low)
@@ -157,8 +155,4 @@ def equalised(levels: Tensor) -> Tensor:
     first = (counts > 0).long().argmax(1, keepdim=True)
     alone = counts.gather(1, first)
     spread = (counts.cumsum(1) - alone).clamp_min_(0) * (255.0 / (flat.shape[1] - alone).clamp_min(1))
-    return (
-        torch.where(alone == flat.shape[1], flat, spread.round().gather(1, flat))
-        .view_as(levels)
-        .to(levels.dtype)
-    )
+    return torch.where(alone == flat.shape[1], flat, spread.round().gather(1, flat)).view_as(levels).to(levels.dtype)

@@ -68,10 +68,7 @@ def _fitting(picture: Tensor, scale: float, h: int, w: int) -> Tensor:
     if max(scale, needed) == 1:
         return picture
     scale = max(scale, needed)
-    size = [
-        max(math.floor(s * scale + 1e-6), least + 1)
-        for s, least in zip(picture.shape[1:], (h, w), strict=True)
-    ]
+    size = [max(math.floor(s * scale + 1e-6), least + 1) for s, least in zip(picture.shape[1:], (h, w), strict=True)]
     if scale < 1:
         at = [((torch.arange(n) + 0.5) / scale - 0.5).round().long() for n in size]
         return picture[:, at[0].clamp(0, picture.shape[1] - 1)][:, :, at[1].clamp(0, picture.shape[2] - 1)]

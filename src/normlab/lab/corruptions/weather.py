@@ -80,12 +80,7 @@ def frost(
 
 
 def fog(
-    x: Tensor,
-    amount: float,
-    decay: float,
-    *,
-    generator: Generator | None = None,
-    plasma: Tensor | None = None,
+    x: Tensor, amount: float, decay: float, *, generator: Generator | None = None, plasma: Tensor | None = None
 ) -> Tensor:
     """``x + amount * plasma``, dimmed so that the image's brightest value stays.
 

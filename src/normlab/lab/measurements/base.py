@@ -133,9 +133,7 @@ class Shown:
 
 
 def _encoded(x: Tensor) -> str:
-    return base64.b64encode(
-        (x.nan_to_num().clamp(0, 1) * 255).round().byte().cpu().numpy().tobytes()
-    ).decode()
+    return base64.b64encode((x.nan_to_num().clamp(0, 1) * 255).round().byte().cpu().numpy().tobytes()).decode()
 
 
 Arguments = dict[str, Any]

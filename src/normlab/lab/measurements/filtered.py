@@ -28,11 +28,7 @@ def _fourier(subject: Subject, arguments: Arguments) -> dict[str, Any]:
     error = 100 * grid.double().cpu()
     return {
         "accuracy": 100 - error.mean().item(),
-        "grid": {
-            "values": error.tolist(),
-            "x_label": "horizontal frequency",
-            "y_label": "vertical frequency",
-        },
+        "grid": {"values": error.tolist(), "x_label": "horizontal frequency", "y_label": "vertical frequency"},
     }
 
 
@@ -72,9 +68,7 @@ def _open_affinity(data: Data, given: Arguments) -> Arguments:
     if "augmentation" in given:
         _augmented(data, given["augmentation"], torch.Generator())  # raises if the text is wrong
     elif not (data.flip or data.crop):
-        raise LabError(
-            f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure"
-        )
+        raise LabError(f"{data.name} is neither cropped nor mirrored in training, so it has no affinity to measure")
     return {}
 
 

@@ -49,9 +49,7 @@ def _noisy(subject: Subject, arguments: Arguments, std: float) -> Change:
             if x.shape[2] != x.shape[3]:
                 raise LabError(f"at={at} is for square images; these are {x.shape[2]} x {x.shape[3]}")
             noise = resize(noise, x.shape[3])
-        unit = (
-            standard_deviation(subject.model, x, subject.std) if arguments["units"] == "standardised" else 1.0
-        )
+        unit = standard_deviation(subject.model, x, subject.std) if arguments["units"] == "standardised" else 1.0
         noisy = x + std * unit * noise
         return noisy.clamp(0, 1) if arguments.get("clipped") else noisy
 

@@ -40,9 +40,7 @@ class Standardize(nn.Module):
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         if len(mean) != len(std) or min(std) <= 0:
-            raise LabError(
-                f"mean and std need one number a channel, std above 0; got {tuple(mean)} and {tuple(std)}"
-            )
+            raise LabError(f"mean and std need one number a channel, std above 0; got {tuple(mean)} and {tuple(std)}")
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
 

@@ -33,9 +33,7 @@ class Repeat(nn.Module):
         return x.expand(-1, 3, -1, -1)
 
 
-def external(
-    name: str, data: Sized, norm: NormSpec, weights: str | None
-) -> tuple[nn.Module, tuple[str, ...]]:
+def external(name: str, data: Sized, norm: NormSpec, weights: str | None) -> tuple[nn.Module, tuple[str, ...]]:
     """``torchvision:NAME`` or ``timm:NAME`` for the classes of ``data``, and what to tell readers of it.
 
     If the norm is ``batch`` without options, batch norm layers stay. New layers have their default parameters. In a
@@ -95,9 +93,7 @@ def _torchvision(model: str, data: Sized) -> nn.Module:
     if model not in known:
         raise LabError(f"torchvision has no model {model!r}; {nearest(model, known)}")
     if data.channels not in (1, 3):
-        raise LabError(
-            f"models of torchvision take 3 channels, or 1 that is repeated; the data have {data.channels}"
-        )
+        raise LabError(f"models of torchvision take 3 channels, or 1 that is repeated; the data have {data.channels}")
     takes = inspect.signature(models.get_model_builder(model)).parameters
     options: dict[str, Any] = {"weights": None, "num_classes": len(data.classes)}
     if model in ("googlenet", "inception_v3") and "kwargs" in takes:

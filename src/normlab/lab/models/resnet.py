@@ -110,9 +110,7 @@ class PreActResNet(nn.Module):
             first = wide
         self.stages = nn.Sequential(stages)
         if final:
-            self.bn: nn.Module = nn.Sequential(
-                OrderedDict[str, nn.Module](norm=norm.make(first), relu=nn.ReLU())
-            )
+            self.bn: nn.Module = nn.Sequential(OrderedDict[str, nn.Module](norm=norm.make(first), relu=nn.ReLU()))
         else:
             self.bn = nn.Identity()
         self.linear = nn.Linear(first, len(data.classes))
@@ -142,9 +140,7 @@ def wide_resnet(data: Sized, norm: NormSpec, depth: int, factor: int) -> nn.Modu
 def _blocks(depth: int, rest: int, kind: str) -> int:
     if depth < 6 + rest or (depth - rest) % 6:
         near = max(6 + rest, 6 * round((depth - rest) / 6) + rest)
-        raise LabError(
-            f"{kind} has 6n + {rest} layers for n blocks a stage; {depth} is none of these, {near} is"
-        )
+        raise LabError(f"{kind} has 6n + {rest} layers for n blocks a stage; {depth} is none of these, {near} is")
     return (depth - rest) // 6
 
 

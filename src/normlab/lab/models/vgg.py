@@ -49,9 +49,7 @@ def vgg(data: Sized, norm: NormSpec, depth: int, *, width: int = 64) -> nn.Modul
     features, channels, left = _features(data, norm, [w * width // 64 for w in DEPTHS[depth]])
     pool = nn.Identity() if left == (1, 1) else nn.AdaptiveAvgPool2d(1)
     linear = nn.Linear(channels, len(data.classes))
-    return nn.Sequential(
-        OrderedDict[str, nn.Module](features=features, pool=pool, flatten=nn.Flatten(), linear=linear)
-    )
+    return nn.Sequential(OrderedDict[str, nn.Module](features=features, pool=pool, flatten=nn.Flatten(), linear=linear))
 
 
 def small(data: Sized, norm: NormSpec, *, width: int = 8) -> nn.Module:

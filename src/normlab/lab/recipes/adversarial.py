@@ -59,12 +59,7 @@ class Adversary:
         self.attack.check_radius(deviations, data.test.x[0].numel())
 
     def __call__(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        generator: torch.Generator | None,
-        data: Data | None = None,
+        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None, data: Data | None = None
     ) -> Tensor:
         """Pixels to adversarial pixels; the branch attacked is the one that is routed.
 
@@ -125,11 +120,7 @@ def adversary(kind: str, given: Mapping[str, str], text: str) -> Adversary:
         # 8/255 of a pixel and 8/255 of a standard deviation are both plausible, so the units must be given.
         raise LabError(f"{text!r} needs eps and its units: eps=8/255, units=pixels (of the range [0, 1]), or "
                        "units=standardised (multiples of each channel's deviation)")  # fmt: skip
-    training, update, of = (
-        read.pop("mode", "eval") == "train",
-        read.pop("update", False),
-        read.pop("of", None),
-    )
+    training, update, of = (read.pop("mode", "eval") == "train", read.pop("update", False), read.pop("of", None))
     size = read.pop("eps")
     if callable(read.get("step")):
         read["step"] = read["step"](size)
@@ -194,7 +185,5 @@ def make(given: Mapping[str, str]) -> Adversarial:
     text = f"adversarial({', '.join(f'{k}={v}' for k, v in given.items())})"
     found = adversary(kind, given, text)
     if found.of is not None:
-        raise LabError(
-            "of=... is for one of two streams; adversarial training attacks the images of the batch"
-        )
+        raise LabError("of=... is for one of two streams; adversarial training attacks the images of the batch")
     return Adversarial(found, text if kind == "pgd" else text.replace("(", f"(kind={kind}, ", 1))

@@ -88,9 +88,7 @@ def made(maker: Maker, x: Tensor, y: Tensor, data: Data, generator: torch.Genera
         _check_pixels(x, f"{who} is given")
     found = maker(x if maker in (_identity, _standard) else _bytes(x), y, data, generator)
     if not isinstance(found, (Tensor, tuple)):
-        raise LabError(
-            f"{who} made {type(found).__name__}; a maker returns as many images as it is given, as a tensor"
-        )
+        raise LabError(f"{who} made {type(found).__name__}; a maker returns as many images as it is given, as a tensor")
     images, label, other, weight = (found, None, None, None) if isinstance(found, Tensor) else found
     label = y if label is None else label
     other = label if other is None else other

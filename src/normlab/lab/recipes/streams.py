@@ -49,9 +49,7 @@ class Stream:
 class TwoStreams(Classify):
     """The recipe; :func:`two_streams` makes it."""
 
-    def __init__(
-        self, streams: Sequence[Stream], *, one_forward: bool, separated: bool, text: str = ""
-    ) -> None:
+    def __init__(self, streams: Sequence[Stream], *, one_forward: bool, separated: bool, text: str = "") -> None:
         self.streams, self.one_forward, self.separated = tuple(streams), one_forward, separated
         self.text = text
 
@@ -73,12 +71,7 @@ class TwoStreams(Classify):
         return self.losses(model, parts, label_smoothing=ctx.settings.label_smoothing, data=ctx.data)
 
     def losses(
-        self,
-        model: nn.Module,
-        parts: Sequence[Part],
-        *,
-        label_smoothing: float = 0.0,
-        data: Data | None = None,
+        self, model: nn.Module, parts: Sequence[Part], *, label_smoothing: float = 0.0, data: Data | None = None
     ) -> dict[str, Tensor]:
         """Scalars of a step on the images of both streams. ``loss`` is the mean of the two losses."""
         found = self._logits(model, [part.x for part in parts])
@@ -90,9 +83,7 @@ class TwoStreams(Classify):
         found |= {f"{name}_loss": loss for name, loss in zip(names, own, strict=True)}
         return found | {f"{name}_train_accuracy": r for name, r in zip(names[1:], right[1:], strict=True)}
 
-    def loss(
-        self, model: nn.Module, x: Tensor, y: Tensor, data: Data, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> dict[str, Tensor]:
         """Scalars of a step for a training loop of your own, from images ``[N, C, H, W]``, uint8 or pixels in [0, 1].
 
         Makers read from ``data`` what may be mirrored and cropped, and the mean colour.
@@ -132,9 +123,7 @@ class TwoStreams(Classify):
     def _routed(self, model: nn.Module, branch: str) -> AbstractContextManager[Any]:
         return route(model, branch=branch) if self.separated else nullcontext()
 
-    def _attacked(
-        self, model: nn.Module, parts: Sequence[Part], generator: torch.Generator, data: Data
-    ) -> list[Part]:
+    def _attacked(self, model: nn.Module, parts: Sequence[Part], generator: torch.Generator, data: Data) -> list[Part]:
         """Attack the streams with an adversary, each through its own branch, so that no other statistics change."""
         found = []
         for stream, part in zip(self.streams, parts, strict=True):
@@ -159,10 +148,7 @@ class TwoStreams(Classify):
                     score = attacked_score(model, ctx, stream.adversary.attack)
                     # If both streams attack.
                     prefix = f"{stream.branch}_" if "attacked_accuracy" in found else ""
-                    found |= {
-                        f"{prefix}attacked_accuracy": score.accuracy,
-                        f"{prefix}attacked_test_loss": score.loss,
-                    }
+                    found |= {f"{prefix}attacked_accuracy": score.accuracy, f"{prefix}attacked_test_loss": score.loss}
         return found
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
@@ -248,9 +234,7 @@ def two_streams(
     made = [_stream(branch, maker) for branch, maker in streams.items()]
     if all(stream.maker is None for stream in made):
         raise LabError("both streams attack the images of the other; say of=standard in one of them")
-    said = [
-        f"{branch}={maker.name if isinstance(maker, Attack) else maker}" for branch, maker in streams.items()
-    ]
+    said = [f"{branch}={maker.name if isinstance(maker, Attack) else maker}" for branch, maker in streams.items()]
     said += ["forward=one"] * (forward == "one") + ["separated=false"] * (not separated)
     text = text or f"streams({', '.join(said)})"
     return TwoStreams(made, one_forward=forward == "one", separated=separated, text=text)
@@ -277,9 +261,7 @@ def _stream(branch: str, maker: str | Callable[..., Any]) -> Stream:
             maker = parse_adversary(maker)
         elif first and first.lower() not in AUGMENTATIONS:
             known = nearest(first, (*AUGMENTATIONS, *KINDS))
-            raise LabError(
-                f"there is no augmentation or attack {first!r} to make the stream {branch}; {known}"
-            )
+            raise LabError(f"there is no augmentation or attack {first!r} to make the stream {branch}; {known}")
     if isinstance(maker, Attack):
         maker = Adversary(maker)
     if isinstance(maker, Adversary):

@@ -32,7 +32,5 @@ def write_report(
     from .page import render  # jinja2 and matplotlib only when a page is written
 
     path = Path(path)
-    write_atomic(
-        path, render(results, comparisons=comparisons, figures=figures, title=title, command=command)
-    )
+    write_atomic(path, render(results, comparisons=comparisons, figures=figures, title=title, command=command))
     return path

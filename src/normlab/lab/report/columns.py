@@ -35,9 +35,7 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
         title = title_of(name, by)
         title = title if titles[title] == 1 else name  # for example, they keep other numbers of sample images
         short = min(name, title, key=len)  # the title reads better than many arguments
-        if not all(
-            r.get("said") for found in by.values() for r in found
-        ):  # their error has a column of its own
+        if not all(r.get("said") for found in by.values() for r in found):  # their error has a column of its own
             columns.append(Column(title + what, "%", True, cells, short, kind, arguments, bool(what)))
         scalars = {label: [extras(r) for r in found] for label, found in by.items()}
         for scalar in dict.fromkeys(k for found in scalars.values() for s in found for k in s):

@@ -40,9 +40,7 @@ def telling(settings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Any]]
     return axes, follows
 
 
-def configurations(
-    runs: Sequence[Run], settings: Sequence[Mapping[str, Any]], axes: Mapping[str, Any]
-) -> list[Config]:
+def configurations(runs: Sequence[Run], settings: Sequence[Mapping[str, Any]], axes: Mapping[str, Any]) -> list[Config]:
     grouped: dict[tuple[str, ...], list[int]] = {}
     for i, s in enumerate(settings):
         grouped.setdefault(tuple(repr(s.get(k)) for k in axes), []).append(i)
@@ -54,9 +52,7 @@ def configurations(
         norm = str(s.get("norm", ""))
         values = {k: s.get(k) for k in axes}
         dash = others.index(key[1:] if "norm" in axes else key)
-        configs.append(
-            Config(label_of(values, s), norm, values, [runs[i] for i in members], Look(norms[norm], dash))
-        )
+        configs.append(Config(label_of(values, s), norm, values, [runs[i] for i in members], Look(norms[norm], dash)))
     return configs
 
 

@@ -67,9 +67,7 @@ def svg(figure: Figure, alt: str) -> str:
     with warnings.catch_warnings():
         # The browser draws the text, in its own fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure.savefig(
-            buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     # Inside a page a style element would hold for the whole page; the page's own sheet has its one rule.
@@ -87,9 +85,7 @@ def svg(figure: Figure, alt: str) -> str:
 
 
 def shorten(match: re.Match[str]) -> str:
-    return re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), match[0]).replace(
-        "\n", ""
-    )
+    return re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), match[0]).replace("\n", "")
 
 
 def unique_ids(body: str, alt: str) -> str:

@@ -19,9 +19,7 @@ def numeric(values: Iterable[Any]) -> bool:
     return all(is_number(v) and math.isfinite(v) for v in values)
 
 
-def grid_lines(
-    configs: Sequence[Config], axes: Mapping[str, list[Any]], columns: Sequence[Column]
-) -> list[GridLine]:
+def grid_lines(configs: Sequence[Config], axes: Mapping[str, list[Any]], columns: Sequence[Column]) -> list[GridLine]:
     """Each measurement against each numeric axis. The configurations that share all other settings are one line."""
     lines = []
     for axis, values in axes.items():
@@ -33,8 +31,7 @@ def grid_lines(
             groups.setdefault(label_of(rest, {"norm": config.norm}), []).append(config)
         dashes = list(
             dict.fromkeys(
-                tuple(repr(v) for k, v in g[0].values.items() if k not in (axis, "norm"))
-                for g in groups.values()
+                tuple(repr(v) for k, v in g[0].values.items() if k not in (axis, "norm")) for g in groups.values()
             )
         )
         for column in columns:
@@ -43,9 +40,7 @@ def grid_lines(
                 points = sorted(
                     (float(c.values[axis]), column.cells[c.label]) for c in members if c.label in column.cells
                 )
-                dash = dashes.index(
-                    tuple(repr(v) for k, v in members[0].values.items() if k not in (axis, "norm"))
-                )
+                dash = dashes.index(tuple(repr(v) for k, v in members[0].values.items() if k not in (axis, "norm")))
                 if points:
                     look = Look(members[0].look.colour, dash)
                     series[label] = (look, Series([x for x, _ in points], [c for _, c in points]))
@@ -58,9 +53,7 @@ def width(values: Iterable[Any]) -> int:
     return max(len(plain(v)) for v in values)
 
 
-def grid_maps(
-    configs: Sequence[Config], axes: Mapping[str, list[Any]], columns: Sequence[Column]
-) -> list[GridMap]:
+def grid_maps(configs: Sequence[Config], axes: Mapping[str, list[Any]], columns: Sequence[Column]) -> list[GridMap]:
     """Maps over two axes, numeric ones first: one for each combination of the other axes.
 
     A map needs a row and a column with two cells to compare. Otherwise the table is enough.

@@ -27,9 +27,7 @@ def scale_of(found: Mapping[str, Sequence[Sequence[float]]]) -> tuple[float, flo
 
 
 @wrapped
-def heat_map(
-    values: Sequence[Sequence[float]], scale: tuple[float, float], label: str, found: HeatMap
-) -> str:
+def heat_map(values: Sequence[Sequence[float]], scale: tuple[float, float], label: str, found: HeatMap) -> str:
     """A Fourier heat map, zero frequency in the centre."""
     h, w = len(values), len(values[0])
     figure = new(220, 218)
@@ -76,8 +74,7 @@ def grid_map(found: GridMap, scale: tuple[float, float]) -> str:
     figure = new(rows * cell_height + 6 + bottom)
     axes = place(figure, left, bottom, 6, 6)
     values = [
-        [found.cells[r, c].mean if (r, c) in found.cells else math.nan for c in found.columns]
-        for r in found.rows
+        [found.cells[r, c].mean if (r, c) in found.cells else math.nan for c in found.columns] for r in found.rows
     ]
     axes.imshow(values, cmap=SCALE, vmin=scale[0], vmax=scale[1], interpolation="none", aspect="auto")
     map_, norm = colormaps[SCALE], Normalize(*scale)
@@ -93,9 +90,7 @@ def grid_map(found: GridMap, scale: tuple[float, float]) -> str:
     axes.set_xticks(range(columns), ["\n".join(p) for p in below], fontsize=9.5)
     axes.set_yticks(range(rows), names, fontsize=9.5)
     if columns > 14:
-        axes.set_xticks(
-            range(0, columns, -(-columns // 10)), [text(v) for v in found.columns[:: -(-columns // 10)]]
-        )
+        axes.set_xticks(range(0, columns, -(-columns // 10)), [text(v) for v in found.columns[:: -(-columns // 10)]])
     axes.set_xlabel(found.column_name)
     axes.set_ylabel(found.row_name, labelpad=2)
     axes.grid(visible=False)

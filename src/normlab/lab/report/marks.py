@@ -127,9 +127,7 @@ def comparison(found: Comparison) -> str:
         middles.append(y)
         assert r.paper is not None
         axes.plot([r.paper, r.mean], [y, y], color=RULE, lw=2.2, zorder=1)
-        axes.errorbar(
-            r.paper, y, xerr=r.paper_error, fmt="D", ms=6.5, color=COLOURS[1].light, mfc=PAPER, mew=1.5
-        )
+        axes.errorbar(r.paper, y, xerr=r.paper_error, fmt="D", ms=6.5, color=COLOURS[1].light, mfc=PAPER, mew=1.5)
         axes.errorbar(r.mean, y, xerr=r.error, fmt="o", ms=6, color=COLOURS[2].light)
         top += height
     axes.set_ylim(top, 0)

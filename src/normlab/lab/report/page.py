@@ -113,9 +113,7 @@ def render(
         "places": places,
         "decimals": decimals,
         "across": across,
-        "configs_of": lambda block: [
-            c for c in view.configs if any(c.label in k.series for k, _ in block.drawings)
-        ],
+        "configs_of": lambda block: [c for c in view.configs if any(c.label in k.series for k, _ in block.drawings)],
         "measured": lambda columns: [c for c in view.configs if any(c.label in k.cells for k in columns)],
         "paper": lambda r: number_or_dash(r.paper, r.paper_error),
         "ours": lambda r: show(Cell(r.mean, r.error, r.n), places(r)),
@@ -125,9 +123,7 @@ def render(
         "script": safe((HERE / "page.js").read_text()),
     }
     values["sections"] = sections(values)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((HERE / "page.html").read_text()).render(values)
 
 
@@ -174,21 +170,12 @@ def asked(view: View, results: Results | None) -> str:
     """What was compared, in a sentence."""
     if not view.configs:
         return ""
-    axes = [
-        f"{words_of(k)} {', '.join(plain(v) for v in values)}"
-        for k, values in view.axes.items()
-        if k != "norm"
-    ]
+    axes = [f"{words_of(k)} {', '.join(plain(v) for v in values)}" for k, values in view.axes.items() if k != "norm"]
     norms = view.axes.get("norm")
-    parts = [
-        f"Normalizers {', '.join(map(str, norms))}" if norms else f"Normalizer {view.configs[0].norm}",
-        *axes,
-    ]
+    parts = [f"Normalizers {', '.join(map(str, norms))}" if norms else f"Normalizer {view.configs[0].norm}", *axes]
     epochs = view.common.get("epochs")
     runs = sum(len(c.runs) for c in view.configs)
-    parts.append(
-        f"{runs} run{'s' * (runs > 1)}" + (f" of {epochs} epoch{'s' * (epochs != 1)}" if epochs else "")
-    )
+    parts.append(f"{runs} run{'s' * (runs > 1)}" + (f" of {epochs} epoch{'s' * (epochs != 1)}" if epochs else ""))
     return "; ".join(parts) + "."
 
 
@@ -258,9 +245,7 @@ def command_of(results: Results | None) -> str:
     if results and folder and (folder / "settings.toml").is_file():  # of `normlab train`
         names = ",".join(dict.fromkeys(r["measurement"] for run in results.runs for r in run.records))
         measure = f" --measure {shlex.quote(names)}" if names else ""
-        return (
-            f"normlab train --config {shlex.quote(str(folder / 'settings.toml'))}{measure} --out NEW-FOLDER"
-        )
+        return f"normlab train --config {shlex.quote(str(folder / 'settings.toml'))}{measure} --out NEW-FOLDER"
     return ""
 
 
@@ -355,14 +340,7 @@ def grid_map_blocks(view: View, safe: Any) -> list[tuple[str, str, list[tuple[st
         scale = maps.scale_of(means)
         bar = safe(maps.colour_bar(scale, "accuracy (%)" if here[0].unit == "%" else title))
         blocks.append(
-            (
-                title,
-                bar,
-                [
-                    (g.panel or f"{g.row_name} by {g.column_name}", safe(maps.grid_map(g, scale)))
-                    for g in here
-                ],
-            )
+            (title, bar, [(g.panel or f"{g.row_name} by {g.column_name}", safe(maps.grid_map(g, scale))) for g in here])
         )
     return blocks
 
@@ -373,9 +351,7 @@ def overviews(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[Q
     return [(q, safe(lines.overview(view.courses, looks, q))) for q in quantities]
 
 
-def course_blocks(
-    view: View, configs: dict[str, Config], safe: Any
-) -> list[tuple[str, list[tuple[str, str]]]]:
+def course_blocks(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[str, list[tuple[str, str]]]]:
     blocks = []
     for quantity in ("accuracy", "loss"):
         limits = lines.course_limits(view.courses, quantity)
@@ -406,9 +382,7 @@ def picture(path: Path) -> tuple[str, str]:
 
     kinds = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
     if path.suffix.lower() not in kinds or not path.is_file():
-        raise LabError(
-            f"{path} is no picture that a page can hold; expected a file that ends in {', '.join(kinds)}."
-        )
+        raise LabError(f"{path} is no picture that a page can hold; expected a file that ends in {', '.join(kinds)}.")
     if path.stat().st_size > HEAVY and path.with_suffix(".png").is_file():
         path = path.with_suffix(".png")
     data = base64.b64encode(path.read_bytes()).decode()

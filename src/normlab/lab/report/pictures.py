@@ -55,9 +55,7 @@ def samples(configs: Sequence[Config]) -> list[Samples]:
         for label, found in by.items():
             s = found[0]["samples"]
             pictures = png(s["after"], s["shape"])
-            after[label] = list(
-                zip(pictures, map(str, s["before_class"]), map(str, s["after_class"]), strict=True)
-            )
+            after[label] = list(zip(pictures, map(str, s["before_class"]), map(str, s["after_class"]), strict=True))
         before = png(first["before"], first["shape"])
         title = str(first.get("title") or title_of(name, by))
         if any(s.title == title for s in shown):  # another branch under the same corruption

@@ -75,8 +75,7 @@ def severity_curves(configs: Sequence[Config]) -> list[Curve]:
             if len(severities) < 2:
                 continue
             cells = [
-                cell([sum(v[s] for v in run.values()) / len(run) for _, run in runs])
-                for s in range(len(severities))
+                cell([sum(v[s] for v in run.values()) / len(run) for _, run in runs]) for s in range(len(severities))
             ]
             if clean := clean_accuracies(config, where):
                 severities, cells = [0.0, *severities], [cell(clean), *cells]

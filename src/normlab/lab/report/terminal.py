@@ -35,13 +35,8 @@ def table(results: Results | None, width: int = 80) -> Table:
     shown = Table(
         box=box.SIMPLE_HEAD, caption=legend(view), caption_justify="left", pad_edge=False, collapse_padding=True,
     )  # fmt: skip
-    upright = (
-        [len(c.label) for c in view.configs] + [13],
-        [max(11, len(heading(c)) // 2 + 2) for c in view.columns],
-    )
-    turned = max(upright[0]) + sum(w + 1 for w in upright[1]) + 3 > width and len(view.configs) < len(
-        view.columns
-    )
+    upright = ([len(c.label) for c in view.configs] + [13], [max(11, len(heading(c)) // 2 + 2) for c in view.columns])
+    turned = max(upright[0]) + sum(w + 1 for w in upright[1]) + 3 > width and len(view.configs) < len(view.columns)
     rows = [heading(c) for c in view.columns] if turned else [c.label for c in view.configs]
     columns = [c.label for c in view.configs] if turned else [heading(c) for c in view.columns]
     shown.add_column("measurement" if turned else "configuration", overflow="fold")
@@ -52,16 +47,8 @@ def table(results: Results | None, width: int = 80) -> Table:
     for i, name in enumerate(rows):
         cells = []
         for j in range(len(columns)):
-            column, config = (
-                (view.columns[i], view.configs[j]) if turned else (view.columns[j], view.configs[i])
-            )
-            style = (
-                "bold green"
-                if column.best == config.label
-                else "green"
-                if config.label in column.near
-                else ""
-            )
+            column, config = (view.columns[i], view.configs[j]) if turned else (view.columns[j], view.configs[i])
+            style = "bold green" if column.best == config.label else "green" if config.label in column.near else ""
             cells.append(Text(entry(column, config.label).replace(" ", ""), style=style))
         last = [] if turned else [str(len(view.configs[i].runs))]
         shown.add_row(Text(name), *cells, *last)  # Text: brackets in a label are no markup
@@ -108,11 +95,7 @@ def sentences(results: Results | None) -> str:
 
 
 def heading(column: Column) -> str:
-    return (
-        column.title
-        + (f" ({column.unit})" if column.unit else "")
-        + ("" if column.higher else ", lower is better")
-    )
+    return column.title + (f" ({column.unit})" if column.unit else "") + ("" if column.higher else ", lower is better")
 
 
 def entry(column: Column, label: str, *, marks: bool = True) -> str:

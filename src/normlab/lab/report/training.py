@@ -73,8 +73,7 @@ def importances(configs: Sequence[Config]) -> list[Importance]:
     found = []
     for config in configs:
         logged = [
-            [(float(h["epoch"]), h["importance"]) for h in run.history if h.get("importance")]
-            for run in config.runs
+            [(float(h["epoch"]), h["importance"]) for h in run.history if h.get("importance")] for run in config.runs
         ]
         final = [log[-1][1] for log in logged if log]
         if not final:

@@ -132,9 +132,7 @@ def against_none(view: View, columns: Sequence[Column]) -> str:
     for c in columns:
         if c.unit == "%" and none in c.cells and batch in c.cells:
             points, errors = gap(c.cells[batch], c.cells[none])
-            changes.append(
-                f"{signed(points)} on {c.name}{f' ({size(errors)[2:]})' if errors is not None else ''}"
-            )
+            changes.append(f"{signed(points)} on {c.name}{f' ({size(errors)[2:]})' if errors is not None else ''}")
     return f"Batch norm against no normalization, in points: {words(changes)}." if changes else ""
 
 

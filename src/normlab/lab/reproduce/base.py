@@ -148,9 +148,7 @@ def _shown(mean: float | None, error: float | None) -> str:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def remember(
-    folder: Path, key: Mapping[str, Any], compute: Callable[[], Mapping[str, Any]]
-) -> dict[str, Any]:
+def remember(folder: Path, key: Mapping[str, Any], compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """The result of ``compute`` for ``key``, from its file in ``folder`` if there is one.
 
     The key is all that the result depends on, and it names the file. So results of other settings are not mixed in, and

@@ -85,11 +85,7 @@ def run_sizes(
 
 
 def by_size(
-    cells: Cells,
-    norms: Mapping[str, Any],
-    sizes: Sequence[Workers],
-    printed: Published | None,
-    name: Any = str,
+    cells: Cells, norms: Mapping[str, Any], sizes: Sequence[Workers], printed: Published | None, name: Any = str
 ) -> dict[tuple[str, Workers], ComparisonRow]:
     """Rows of norms, columns of sizes."""
     rows = {}

@@ -191,9 +191,7 @@ def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Colu
     if crew is None or not cells:
         return set()
     for settings in {data_key(s): s for s in cells}.values():
-        load_data(
-            settings, root=ctx.root, download=ctx.download
-        )  # downloads once, or raises before any training
+        load_data(settings, root=ctx.root, download=ctx.download)  # downloads once, or raises before any training
     homes = {s: ctx.folder / "runs" / s.name for s in cells}
     jobs = [
         {"settings": s.values(), "home": str(homes[s]), "measure": _open(homes[s], s, columns).own,
@@ -249,9 +247,7 @@ def _check_weights(ctx: Context, trained: Mapping[Settings, _Open]) -> None:
     homes = {ctx.folder / "runs" / s.name: left for s, left in trained.items() if left.weights}
     gone = {home: left for home, left in homes.items() if not (home / "last.safetensors").exists()}
     if gone:
-        raise _without_weights(
-            list(gone), [n for left in gone.values() for n in (*left.own, *left.elsewhere)]
-        )
+        raise _without_weights(list(gone), [n for left in gone.values() for n in (*left.own, *left.elsewhere)])
 
 
 def _without_weights(homes: Sequence[Path], asked: Iterable[str] = ()) -> LabError:
@@ -292,9 +288,7 @@ def _train_groups(ctx: Context, cells: Sequence[Settings], data: _Kept) -> None:
             if len(mine) > 1:
                 ctx.say(f"{len(mine)} networks at once: {settings_words(group[0])}")
                 first = next(iter(mine))
-                train_together(
-                    list(mine), list(mine.values()), data(first), device=ctx.place, progress=ctx.progress
-                )
+                train_together(list(mine), list(mine.values()), data(first), device=ctx.place, progress=ctx.progress)
 
 
 def settings_words(settings: Settings) -> str:
@@ -370,17 +364,13 @@ def draw_rows(comparison: Comparison, unit: str = "%") -> Any:
     columns = list(dict.fromkeys(r.column for r in comparison.rows))
     labels = list(dict.fromkeys(r.label for r in comparison.rows))
     size = (2 + 2.3 * len(columns), 1.5 + 0.36 * len(labels))
-    picture, axes = plt.subplots(
-        1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
+    picture, axes = plt.subplots(1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for ax, column in zip(axes[0], columns, strict=True):
         for who, shift, marker, colour in (
             ("paper", 0.12, "D", COLOURS[0].light),
             ("ours", -0.12, "o", COLOURS[2].light),
         ):
-            found = [
-                r for r in comparison.rows if r.column == column and (who == "ours" or r.paper is not None)
-            ]
+            found = [r for r in comparison.rows if r.column == column and (who == "ours" or r.paper is not None)]
             if not found:
                 continue
             x = [r.mean if who == "ours" else r.paper for r in found]
@@ -398,7 +388,5 @@ def draw_rows(comparison: Comparison, unit: str = "%") -> Any:
     axes[0, 0].set_ylim(len(labels) - 0.5, -0.5)
     drawn = [ax.get_legend_handles_labels() for ax in axes[0]]  # not every column is in the paper
     handles = {name: handle for found in drawn for handle, name in zip(*found, strict=True)}
-    picture.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=8, frameon=False
-    )
+    picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return picture

@@ -82,10 +82,7 @@ class _Stack:
         h = (x - self.mean) / self.std
         h = h.expand(len(self.decays), *h.shape) if h.dim() == 2 else h
         for name, leaf in self.leaves:
-            own = {
-                k: self.state.get(f"net.{name}.{k}")
-                for k in ("weight", "bias", "running_mean", "running_var")
-            }
+            own = {k: self.state.get(f"net.{name}.{k}") for k in ("weight", "bias", "running_mean", "running_var")}
             if isinstance(leaf, nn.Linear):
                 assert own["weight"] is not None and own["bias"] is not None
                 h = torch.baddbmm(own["bias"].unsqueeze(1), h, own["weight"].transpose(1, 2))
@@ -97,9 +94,7 @@ class _Stack:
                 raise TypeError(f"networks with {type(leaf).__name__} cannot be stacked")
         return h
 
-    def _normalized(
-        self, h: Tensor, own: dict[str, Any], leaf: BatchNorm1d, count: str, training: bool
-    ) -> Tensor:
+    def _normalized(self, h: Tensor, own: dict[str, Any], leaf: BatchNorm1d, count: str, training: bool) -> Tensor:
         if training:
             var, mean = torch.var_mean(h, 1, correction=0)  # [R, C]
             with torch.no_grad():
@@ -116,9 +111,7 @@ class _Stack:
     def step(self, x: Tensor, y: Tensor, lr: float, sums: Tensor) -> None:
         """One step of SGD on batches of pixels ``[R, B, D]`` and labels ``[R, B]``; loss and hits are added to sums."""
         logits = self.logits(x, training=True)
-        loss = (
-            F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
-        )  # [R]
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)  # [R]
         own = [self.state[k] for k in self.learned]
         gradients = torch.autograd.grad(loss.sum(), own)
         with torch.no_grad():
@@ -142,12 +135,7 @@ class _Stack:
 
 
 def train_together(
-    cells: Sequence[Settings],
-    homes: Sequence[Path],
-    data: Data,
-    *,
-    device: str,
-    progress: Watcher | None = None,
+    cells: Sequence[Settings], homes: Sequence[Path], data: Data, *, device: str, progress: Watcher | None = None
 ) -> None:
     """Train the cells of one group and leave their folders as the training loop does after its last epoch."""
     first = cells[0]
@@ -176,12 +164,7 @@ def train_together(
             tested = (stack.tested(data.test.x, data.test.y) / len(data.test.y)).T.tolist()
             seconds = round((time.perf_counter() - start) / len(cells), 4)
             for log, (loss, hits), (test_loss, test_hits) in zip(logs, trained, tested, strict=True):
-                line = {
-                    "epoch": epoch + 1,
-                    "loss": loss,
-                    "train_accuracy": 100 * hits,
-                    "accuracy": 100 * test_hits,
-                }
+                line = {"epoch": epoch + 1, "loss": loss, "train_accuracy": 100 * hits, "accuracy": 100 * test_hits}
                 log.append({**line, "test_loss": test_loss, "lr": first.lr, "seconds": seconds})
             if progress is not None:
                 progress.step(epoch + 1, 1, 1)
@@ -189,9 +172,7 @@ def train_together(
         _store(settings, home, log, {k: v[number].detach() for k, v in stack.state.items()}, data)
 
 
-def _store(
-    settings: Settings, home: Path, log: list[dict[str, Any]], state: dict[str, Tensor], data: Data
-) -> None:
+def _store(settings: Settings, home: Path, log: list[dict[str, Any]], state: dict[str, Tensor], data: Data) -> None:
     """Write the files of a finished run. The log comes after the weights: without it the run is trained again."""
     about = about_run(settings, data, settings.epochs)
     write_atomic(home / "settings.toml", settings.to_toml())

@@ -31,12 +31,7 @@ def _table_5(ctx: Context) -> Outcome:
         "model": "small", "data": "mnist5k", "epochs": 5, "batch_size": 64, "lr": 0.01, "train_size": 2000,
     }  # fmt: skip
     tiny = {**small, "epochs": 1, "train_size": 96, "test_size": 32}
-    common = {
-        "optimizer": "adam",
-        "schedule": "constant",
-        "weight_decay": 0.0,
-        "recipe": f"adversarial({attack})",
-    }
+    common = {"optimizer": "adam", "schedule": "constant", "weight_decay": 0.0, "recipe": f"adversarial({attack})"}
     base = settings_for(ctx, **common, **ctx.pick(default=small, full=full, smoke=tiny))
     columns = [Column("robust", f"pgd({attack}, samples=0)"), Column("clean", "clean")]
     cases = [Case(label, {"norm": norm}, TABLE_5[label]) for label, norm in norms.items()]

@@ -64,9 +64,7 @@ def _grids(ctx: Context) -> tuple[Cells, Cells]:
     def run(keys: Sequence[str], branches: Sequence[str], more: str) -> Cells:
         cases = [Case(NORMS[k][0], {"norm": NORMS[k][1], "recipe": f"streams(main=standard, aux={inner}{more})"})
                  for k in keys]  # fmt: skip
-        return run_grid(
-            ctx, Grid(base, cases, [c for b in branches for c in _columns(ctx, b).values()]), seeds
-        )
+        return run_grid(ctx, Grid(base, cases, [c for b in branches for c in _columns(ctx, b).values()]), seeds)
 
     single = run(SINGLE, ("",), ", separated=false")
     return single, run([k for k in NORMS if k not in SINGLE], ("main", "aux"), "")
@@ -88,9 +86,7 @@ def _rows(ctx: Context, single: Cells, double: Cells, branch: str, printed: Any)
         case = next(c for c in cells.grid.cases if c.label == label)
         for title, column in _columns(ctx, own).items():
             figure = printed[key].get(title) if printed is not None else None
-            if (values := cells.values(case, column)) and (
-                figure is not None or printed is None or key not in SINGLE
-            ):
+            if (values := cells.values(case, column)) and (figure is not None or printed is None or key not in SINGLE):
                 rows.append(compared(label, title, figure, list(values.values())))
     return rows
 
@@ -115,17 +111,13 @@ def _table_3(ctx: Context) -> Outcome:
     single, double = _grids(ctx)
     rows = [r for r in _rows(ctx, single, double, "main", TABLE_3) if r.column == "clean"]
     said = " AuxBN and SaAuxBN by their clean branch."
-    return table(
-        ctx, "table3", "Table 3: clean accuracy, clean branch", rows, _note(ctx) + said, (single, double)
-    )
+    return table(ctx, "table3", "Table 3: clean accuracy, clean branch", rows, _note(ctx) + said, (single, double))
 
 
 def _table_4(ctx: Context) -> Outcome:
     single, double = _grids(ctx)
     rows = _rows(ctx, single, double, "aux", TABLE_4)
-    clean = Comparison(
-        "The clean branch under attack", _rows(ctx, single, double, "main", None), "Not in the paper."
-    )
+    clean = Comparison("The clean branch under attack", _rows(ctx, single, double, "main", None), "Not in the paper.")
     capv, picture = _capv(ctx, double)
     drawn = [*_losses(ctx, double), *picture]
     said = (
@@ -140,10 +132,7 @@ def _table_4(ctx: Context) -> Outcome:
 
 def _losses(ctx: Context, cells: Cells) -> list[Path]:
     """Figures 17 to 19: losses of both branches on training and test images, and the gap between."""
-    pairs = {
-        "adversarial branch": ("aux_loss", "attacked_test_loss"),
-        "clean branch": ("main_loss", "test_loss"),
-    }
+    pairs = {"adversarial branch": ("aux_loss", "attacked_test_loss"), "clean branch": ("main_loss", "test_loss")}
     panels = []
     for title, (train, test) in pairs.items():
         lines: dict[str, list[tuple[list[float], list[float]]]] = {}
@@ -174,10 +163,7 @@ def _capv(ctx: Context, cells: Cells) -> tuple[Comparison, list[Path]]:
 
             def compute(run: Run = run) -> dict[str, Any]:
                 found = capv(kept_model(run))
-                return {
-                    "effective": [c.effective for c in found],
-                    "independent": [c.independent for c in found],
-                }
+                return {"effective": [c.effective for c in found], "independent": [c.independent for c in found]}
 
             found = remember(run.folder / "capv", {"run": run.name}, compute)
             layers = list(map(float, range(1, len(found["effective"]) + 1)))
@@ -188,9 +174,7 @@ def _capv(ctx: Context, cells: Cells) -> tuple[Comparison, list[Path]]:
             means = [1000 * sum(values) / len(values) for _, values in own]
             rows.append(compared(case.label, "mean over layers, x 1000", None, means))
     drawn = [save_figure(curves([("CAPV", "layer", "variance", lines)]), ctx, "capv")] if lines else []
-    said = (
-        "Variance (divided by two) over the branches of a layer's mean scale; the paper has it as a picture."
-    )
+    said = "Variance (divided by two) over the branches of a layer's mean scale; the paper has it as a picture."
     return Comparison("Figure 20: affine parameters of the branches (CAPV)", rows, said, unit=""), drawn
 
 

@@ -45,10 +45,7 @@ def _figure_3(ctx: Context) -> Outcome:
     columns = [Column(t, t) for t in (*clean.values(), *noisy.values())]
     seeds = ctx.seed_list(default=2, full=10)
     cells = run_grid(ctx, Grid(base(ctx), [case], columns), seeds)
-    printed = {
-        ("main", "clean"): paper.TABLE_2[FULL]["weak"],
-        ("main", "uCE"): paper.TABLE_5["wrn-28-2"]["weak"],
-    }
+    printed = {("main", "clean"): paper.TABLE_2[FULL]["weak"], ("main", "uCE"): paper.TABLE_5["wrn-28-2"]["weak"]}
     rows: list[ComparisonRow] = []
     kept: list[ComparisonRow] = []
     gains: dict[tuple[str, str], list[float]] = {}
@@ -58,9 +55,7 @@ def _figure_3(ctx: Context) -> Outcome:
             for point, label in POINTS.items():
                 if found[point] and not (of == "coefficients" and point != "half"):
                     where = label if point != "half" else f"{label}, {words}"
-                    rows.append(
-                        compared(where, what, printed.get((point, what)), list(found[point].values()))
-                    )
+                    rows.append(compared(where, what, printed.get((point, what)), list(found[point].values())))
             sign = 1 if what == "clean" else -1
             both = [s for s in found["half"] if s in found["main"]]
             gains[of, what] = [sign * (found["half"][s] - found["main"][s]) for s in both]
@@ -97,9 +92,7 @@ def _figure_3(ctx: Context) -> Outcome:
     return Outcome([first, beside, second], pictures, joined(ctx, cells, *others))
 
 
-def _beside(
-    ctx: Context, clean: str, noisy: str, seeds: Sequence[int]
-) -> tuple[Comparison, tuple[Cells, Cells]]:
+def _beside(ctx: Context, clean: str, noisy: str, seeds: Sequence[int]) -> tuple[Comparison, tuple[Cells, Cells]]:
     """RandAugment alone, and the naive split: what Weak Augment is better than."""
     setting = setting_of(ctx)
     alone = Case("RandAugment alone", case_of("randaugment", setting=setting))
@@ -137,9 +130,7 @@ def _figure_4(ctx: Context) -> Outcome:
     }
     case = _weak(ctx)
     cells = run_grid(
-        ctx,
-        Grid(base(ctx), [case], [Column(k, t) for k, t in texts.items()]),
-        ctx.seed_list(default=1, full=1),
+        ctx, Grid(base(ctx), [case], [Column(k, t) for k, t in texts.items()]), ctx.seed_list(default=1, full=1)
     )
     rows = [
         compared(label, "mean error over frequencies", None, [100 - v for v in values.values()])
@@ -153,18 +144,14 @@ def _figure_4(ctx: Context) -> Outcome:
     }
     pictures = [save_figure(_maps(maps), ctx, "fig4")] if maps else []
     said = f" Waves of l-2 norm 8 a channel, {n:,} test images; the figure has no printed numbers."
-    table = Comparison(
-        "Figure 4: sensitivity to each frequency", rows, note(ctx, WRN) + said + missing(cells)
-    )
+    table = Comparison("Figure 4: sensitivity to each frequency", rows, note(ctx, WRN) + said + missing(cells))
     return Outcome([table], pictures, joined(ctx, cells))
 
 
 def _maps(found: dict[str, list[list[float]]]) -> Any:
     import matplotlib.pyplot as plt
 
-    picture, axes = plt.subplots(
-        1, len(found), figsize=(3.1 * len(found), 3.2), squeeze=False, layout="constrained"
-    )
+    picture, axes = plt.subplots(1, len(found), figsize=(3.1 * len(found), 3.2), squeeze=False, layout="constrained")
     image = None
     for ax, (label, values) in zip(axes[0], found.items(), strict=True):
         image = ax.imshow(values, cmap="jet", vmin=0, vmax=100)

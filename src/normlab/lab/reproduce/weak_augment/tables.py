@@ -49,17 +49,12 @@ def _seeds(ctx: Context) -> tuple[int, ...]:
 def _table_1(ctx: Context) -> Outcome:
     setting = setting_of(ctx)
     # Digits are neither mirrored nor cropped: there those rows would be the first one again.
-    names = [
-        n for n in (key for (key,) in paper.TABLE_1.rows) if setting == FULL or n not in ("flip", "flip+crop")
-    ]
+    names = [n for n in (key for (key,) in paper.TABLE_1.rows) if setting == FULL or n not in ("flip", "flip+crop")]
     alone = Case("RandAugment alone", case_of("randaugment", setting=setting), {"clean": Value(95.8)})
     cases = [Case(LABEL[n], case_of(n, "randaugment", setting)) for n in names]
     cells = run_grid(ctx, Grid(base(ctx), [alone, *cases], [CLEAN]), _seeds(ctx))
     plain = Case("no augmentation", case_of("none", setting=setting))
-    shift = {
-        n: Column(n, f"affinity(augmentation={augmentation(n, setting)}, samples=0)", "affinity")
-        for n in names
-    }
+    shift = {n: Column(n, f"affinity(augmentation={augmentation(n, setting)}, samples=0)", "affinity") for n in names}
     clean = run_grid(ctx, Grid(base(ctx), [plain], list(shift.values())), _seeds(ctx))
     rows: list[ComparisonRow] = []
     against = cells.values(alone, CLEAN)
@@ -92,11 +87,7 @@ def _table_2(ctx: Context) -> Outcome:
     cases = []
     for place in places:
         for method in methods:
-            own = (
-                case_of("cutout", "randaugment", place)
-                if method == "weak"
-                else case_of(method, setting=place)
-            )
+            own = case_of("cutout", "randaugment", place) if method == "weak" else case_of(method, setting=place)
             where = {"data": place[0], "model": place[1]}
             printed = paper.TABLE_2[place if ctx.scale == "full" else FULL][method]
             label = LABEL[method] if len(places) == 1 else f"{LABEL[method]}, {place[1]}, {place[0]}"
@@ -118,9 +109,7 @@ def _table_3(ctx: Context) -> Outcome:
         "two RandAugment batches": case_of(strong, strong, setting, norm="batch"),
         "two RandAugment batches, separated": case_of(strong, strong, setting),
         "Weak Augment, one batch norm": case_of("cutout", strong, setting, norm="batch"),
-        "Weak Augment, shared affine map": case_of(
-            "cutout", strong, setting, norm="auxiliary(shared_affine=True)"
-        ),
+        "Weak Augment, shared affine map": case_of("cutout", strong, setting, norm="auxiliary(shared_affine=True)"),
         "Weak Augment": case_of("cutout", strong, setting),
     }
     cases = [
@@ -155,9 +144,7 @@ def _table_4(ctx: Context) -> Outcome:
         " Adversarial noise is PGD of size 4/255 in 5 steps of 1/255 through the auxiliary branch in evaluation "
         "mode, of the main branch's images; alone, every image is attacked. The paper says PGD with N = 4."
     )
-    said = (
-        said if ctx.scale == "full" else said.replace("4/255 in 5 steps of 1/255", "0.1 in 4 steps of 0.04")
-    )
+    said = said if ctx.scale == "full" else said.replace("4/255 in 5 steps of 1/255", "0.1 in 4 steps of 0.04")
     title = "Table 4: what the auxiliary branch is trained on"
     return table(ctx, "table4", title, rows, note(ctx, WRN) + said, [cells])
 
@@ -171,16 +158,10 @@ def _table_5(ctx: Context) -> Outcome:
     for model in models:
         setting = (FULL[0], model) if ctx.scale == "full" else setting_of(ctx)
         for method in ("standard", "randaugment", "weak"):
-            own = (
-                case_of("cutout", "randaugment", setting)
-                if method == "weak"
-                else case_of(method, setting=setting)
-            )
+            own = case_of("cutout", "randaugment", setting) if method == "weak" else case_of(method, setting=setting)
             label = LABEL[method] + (", main branch" if method == "weak" else "")
             printed = paper.TABLE_5[model if ctx.scale == "full" else "wrn-28-2"][method]
-            cases.append(
-                (Case(label if len(models) == 1 else f"{label}, {model}", own | {"model": model}), printed)
-            )
+            cases.append((Case(label if len(models) == 1 else f"{label}, {model}", own | {"model": model}), printed))
     column = uce_column(ctx)
     cells = run_grid(ctx, Grid(base(ctx), [c for c, _ in cases], [column]), _seeds(ctx))
     rows = [
@@ -226,12 +207,8 @@ def errors(cells: Cells, case: Case, column: Column) -> list[float]:
     return list(values) if column.value != "accuracy" else [100 - v for v in values]
 
 
-def _entry(
-    number: int, what: str, default: str, minutes: float, full: str, run: Callable[[Context], Outcome]
-) -> Entry:
-    return Entry(
-        f"weak-augment-table{number}", what, f"{paper.PAPER}, Table {number}", default, minutes, full, run
-    )
+def _entry(number: int, what: str, default: str, minutes: float, full: str, run: Callable[[Context], Outcome]) -> Entry:
+    return Entry(f"weak-augment-table{number}", what, f"{paper.PAPER}, Table {number}", default, minutes, full, run)
 
 
 _SMALL = "four convolutions on 2,000 digits, 6 epochs, 2 seeds"
