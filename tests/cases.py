@@ -313,9 +313,7 @@ def modes(number: int, pool: str = "batch") -> Formula:
         if not seen:
             return Standard(y)
         mean, var, weight = (
-            torch.stack(
-                [getattr(mode, part).reshape(-1, c) for mode in seen], 1
-            ).flatten()  # [segments * K * C]
+            torch.stack([getattr(mode, part).reshape(-1, c) for mode in seen], 1).flatten()  # [segments * K * C]
             for part in ("mean", "var", "number")
         )
         return Standard(y, (Pooled(mean, var, weight, seen[0].where._replace(groups=number * c)),))
@@ -357,9 +355,7 @@ def kalman(gain: float, pool: str = "batch") -> Formula:
             trust = (v / seen.var).reshape(workers, -1).mean(1).lt(100).repeat_interleave(x.shape[1])
             var = gain * v + (1 - gain) * seen.var + gain * (1 - gain) * (seen.mean - m).square()
             mean = gain * m + (1 - gain) * seen.mean
-            seen = seen._replace(
-                mean=torch.where(trust, mean, seen.mean), var=torch.where(trust, var, seen.var)
-            )
+            seen = seen._replace(mean=torch.where(trust, mean, seen.mean), var=torch.where(trust, var, seen.var))
         return Standard((x - seen.at(seen.mean)) / (seen.at(seen.var) + EPS).sqrt(), (seen,))
 
     return Formula(f"{pool}, predicted", standardize)
@@ -588,9 +584,7 @@ class Case:
                 self.prepare(layer)
             return layer.to(dtype)
 
-    def input(
-        self, space: str = "2d", dtype: torch.dtype = torch.float64, size: Sequence[int] = ()
-    ) -> Tensor:
+    def input(self, space: str = "2d", dtype: torch.dtype = torch.float64, size: Sequence[int] = ()) -> Tensor:
         """Samples and channels with means and deviations of their own; other values at each call."""
         n, c, size = self.samples, self.channels, size or SPACES[space]
         each, ones = torch.rand(n, c), (1,) * len(size)
@@ -835,9 +829,7 @@ def widen(value: Any) -> Any:
         return value.double() if value.is_floating_point() else value
     if isinstance(value, normlab.StyleMoments):
         return normlab.StyleMoments(*(widen(v) for v in value))
-    return (
-        tuple(widen(v) for v in value) if isinstance(value, tuple) and isinstance(value[0], Tensor) else value
-    )
+    return tuple(widen(v) for v in value) if isinstance(value, tuple) and isinstance(value[0], Tensor) else value
 
 
 def leaves(given: Given) -> list[Tensor]:

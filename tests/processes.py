@@ -23,19 +23,13 @@ def join(rank: int, world: int, folder: str) -> None:
     """One of several processes: a process group by gloo, and one thread."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
 
 
 def run_ranks(work: Callable[[int, int, str], None], number: int, folder: Path) -> None:
     """``work(rank, number, folder)`` in so many processes, forked from one that has imported what they need."""
-    get_context("forkserver").set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed", "normlab.lab", "pytest"]
-    )
-    processes = start_processes(
-        work, (number, str(folder)), nprocs=number, join=False, start_method="forkserver"
-    )
+    get_context("forkserver").set_forkserver_preload(["torch._dynamo", "torch.distributed", "normlab.lab", "pytest"])
+    processes = start_processes(work, (number, str(folder)), nprocs=number, join=False, start_method="forkserver")
     assert processes is not None
     deadline = time.monotonic() + 120
     while not processes.join(1):

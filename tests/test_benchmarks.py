@@ -28,9 +28,7 @@ def test_readme_gives_the_speed_that_was_measured():
         rows = [row for row in csv.DictReader(f) if row["shape"] != "ResNet-50 step"]
     times = {}  # name -> eager and captured over nn.BatchNorm2d, for each shape, dtype and layout
     torch_ms = {
-        (r["shape"], r["dtype"], r["layout"]): float(r["graph_ms"])
-        for r in rows
-        if r["normalizer"] == "nn.BatchNorm2d"
+        (r["shape"], r["dtype"], r["layout"]): float(r["graph_ms"]) for r in rows if r["normalizer"] == "nn.BatchNorm2d"
     }
     for r in rows:
         captured = float(r["graph_ms"]) / torch_ms[r["shape"], r["dtype"], r["layout"]]

@@ -128,14 +128,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "AuxBN": (lambda: normlab.AuxiliaryBatchNorm2d(6, ("main", "aux")), ("aux",)),
     "SaAuxBN": (lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, ("main", "aux"), init_std=0.3), ("aux",)),
     "AuxBN by sample": (lambda: normlab.AuxiliaryBatchNorm2d(6, ("main", "aux")), (BRANCH,)),
-    "SaAuxBN by sample": (
-        lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, ("main", "aux"), init_std=0.3),
-        (BRANCH,),
-    ),
-    "SN by sample": (
-        lambda: normlab.Norm2d(6, ("instance", "batch"), branches=("main", "other", "aux")),
-        (BRANCH,),
-    ),
+    "SaAuxBN by sample": (lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, ("main", "aux"), init_std=0.3), (BRANCH,)),
+    "SN by sample": (lambda: normlab.Norm2d(6, ("instance", "batch"), branches=("main", "other", "aux")), (BRANCH,)),
     "BRN": (lambda: normlab.BatchRenorm2d(6), ()),
     "Mode": (lambda: normlab.ModeNorm2d(6), ()),
     "SepMode": (lambda: normlab.Norm2d(6, "modes(3)", branches=("main", "aux")), ("aux",)),
@@ -261,9 +255,7 @@ def test_double_backward(name: str, training: bool, quick: None):
         layer.act = "silu"  # type: ignore[assignment]
         a = x.detach().requires_grad_()
         y = layer(a, *arguments, residual=r)
-        first = torch.autograd.grad(
-            y.square().sum(), (a, *layer.parameters()), create_graph=True, allow_unused=True
-        )
+        first = torch.autograd.grad(y.square().sum(), (a, *layer.parameters()), create_graph=True, allow_unused=True)
         assert first[0].requires_grad
         again = torch.autograd.grad(first[0].square().sum(), (a, *layer.parameters()), allow_unused=True)
         return y, *(None if g is None else g.detach() for g in first), *again
@@ -292,9 +284,7 @@ def test_a_graph_kept_and_a_graph_freed(compiled: None):
     y = layer(x)
     assert is_compiled(y)
     dy = torch.randn_like(y)
-    first, second = (
-        torch.autograd.grad(y, (x, *layer.parameters()), dy, retain_graph=True) for _ in range(2)
-    )
+    first, second = (torch.autograd.grad(y, (x, *layer.parameters()), dy, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     y.backward(dy)
     with pytest.raises(RuntimeError, match="second time"):
@@ -392,9 +382,7 @@ def test_labels_are_read_at_each_call(compiled: None, monkeypatch: pytest.Monkey
     labels = [torch.tensor(t, device=DEVICE) for t in ([0, 1, 2], [0, 1, 2], [4, 4, 4])]
     _, y, z = (layer(x, label) for label in labels)
     assert is_compiled(y) and is_compiled(z) and not torch.equal(y, z)
-    assert not is_compiled(
-        layer(x, labels[0].int())
-    )  # a type that kernels were not compiled for: Python's again
+    assert not is_compiled(layer(x, labels[0].int()))  # a type that kernels were not compiled for: Python's again
 
 
 def test_parameters_in_pieces_or_elsewhere():
@@ -453,12 +441,7 @@ def test_layers_that_change_between_calls(change: str, quick: None):
                 a = (x if k < 2 else change_of(layer)).detach().requires_grad_()
                 y = layer(a)
                 y.square().sum().backward()
-                outcome += [
-                    y,
-                    a.grad,
-                    *(p.grad for p in layer.parameters()),
-                    *(b.clone() for b in layer.buffers()),
-                ]
+                outcome += [y, a.grad, *(p.grad for p in layer.parameters()), *(b.clone() for b in layer.buffers())]
         found.append(outcome)
     for a, b in zip(*found, strict=True):
         assert_close(b, a, rtol=0, atol=0)
@@ -551,8 +534,7 @@ def compiler(at: Path, script: str) -> str:
 
 def test_a_failed_build_is_remembered_with_its_reason(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(
-        "CXX",
-        compiler(elsewhere / "broken", f"echo again >> {elsewhere}/runs; echo no such header >&2; exit 1"),
+        "CXX", compiler(elsewhere / "broken", f"echo again >> {elsewhere}/runs; echo no such header >&2; exit 1")
     )
     with pytest.raises(RuntimeError, match="no such header"):
         normlab.build_host()
@@ -612,18 +594,9 @@ def made_kernel(types: dict[str, str], ptx: str, **metadata: Any) -> Any:
     )  # fmt: skip
 
 
-TYPES = {
-    "x": "*fp32",
-    "y": "*bf16",
-    "eps": "fp32",
-    "n": "i32",
-    "one": "constexpr",
-    "big": "i64",
-    "BLOCK": "constexpr",
-}
+TYPES = {"x": "*fp32", "y": "*bf16", "eps": "fp32", "n": "i32", "one": "constexpr", "big": "i64", "BLOCK": "constexpr"}
 PTX = "\n".join(
-    f".param .{t} p{i},"
-    for i, t in enumerate(("u64 .ptr .global .align 1", "u64", "f32", "u32", "u64", "u64", "u64"))
+    f".param .{t} p{i}," for i, t in enumerate(("u64 .ptr .global .align 1", "u64", "f32", "u32", "u64", "u64", "u64"))
 )
 
 
@@ -646,10 +619,7 @@ def test_parameters_are_those_of_the_signature_and_of_the_ptx():
         assert describe._described(SimpleNamespace(**{**vars(launch), **change}), range(2), range(1)) is None  # type: ignore[arg-type]
 
 
-GRAPHS = [
-    *((name, "compiled") for name in LAYERS),
-    *((name, "python") for name in ("BN", "SN", "ghost SN", "Mode")),
-]
+GRAPHS = [*((name, "compiled") for name in LAYERS), *((name, "python") for name in ("BN", "SN", "ghost SN", "Mode"))]
 
 
 @pytest.mark.gpu

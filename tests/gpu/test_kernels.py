@@ -36,9 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
 
 
-def run(
-    name: str, layer: nn.Module, x: Tensor, dy: Tensor, call: Any, given: dict[str, Any]
-) -> dict[str, Tensor]:
+def run(name: str, layer: nn.Module, x: Tensor, dy: Tensor, call: Any, given: dict[str, Any]) -> dict[str, Tensor]:
     """Output, gradients and buffers of one step on a back end."""
     x = x.detach().requires_grad_()
     given = {k: v.detach().requires_grad_() if t_is_leaf(v) else v for k, v in given.items()}
@@ -288,9 +286,7 @@ def test_activation_and_residual_in_the_same_pass(
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(
-    "name", ["SandwichBatchNorm2d", "ConditionalBatchNorm2d", "SandwichAuxiliaryBatchNorm2d"]
-)
+@pytest.mark.parametrize("name", ["SandwichBatchNorm2d", "ConditionalBatchNorm2d", "SandwichAuxiliaryBatchNorm2d"])
 def test_tables_of_affine_maps_are_read_by_the_kernels(launches: str, name: str, training: bool):
     """Labels that repeat, that are missing and that cross blocks; the second branch's row of running statistics."""
     if name == "SandwichAuxiliaryBatchNorm2d":
@@ -318,19 +314,13 @@ def test_tables_of_affine_maps_are_read_by_the_kernels(launches: str, name: str,
 def test_launches_of_single_passes_agree(launches: str, name: str):
     args = (40, 8) if name == "BatchGroupNorm2d" else (40,)
     layer = getattr(normlab, name)(*args).to(DEVICE)
-    x = (
-        torch.randn(5, 40, 11, 6, device=DEVICE)
-        .contiguous(memory_format=torch.channels_last)
-        .requires_grad_()
-    )
+    x = torch.randn(5, 40, 11, 6, device=DEVICE).contiguous(memory_format=torch.channels_last).requires_grad_()
     dy = torch.randn_like(x)
     found = []
     for backend in ("torch", "triton"):
         layer.reset_running_stats()
         with normlab.backend(backend):
-            found.append(
-                (y := layer(x), *torch.autograd.grad(y, (x, *layer.parameters()), dy), layer.running_var)
-            )
+            found.append((y := layer(x), *torch.autograd.grad(y, (x, *layer.parameters()), dy), layer.running_var))
     for a, b in zip(*found, strict=True):
         assert_close(b, a, rtol=1e-4, atol=1e-4)
 
@@ -485,16 +475,10 @@ def test_checkpointing_saves_the_same_again(name: str, monkeypatch: pytest.Monke
             for made in (layer, twin):
                 given = x.clone().requires_grad_()
                 again = made is twin
-                y = (
-                    checkpoint(made, given, *arguments, use_reentrant=False)
-                    if again
-                    else made(given, *arguments)
-                )
+                y = checkpoint(made, given, *arguments, use_reentrant=False) if again else made(given, *arguments)
                 assert isinstance(y, Tensor)
                 y.backward(dy)
-                found.append(
-                    (y.detach(), given.grad, [p.grad for p in made.parameters()], list(made.buffers()))
-                )
+                found.append((y.detach(), given.grad, [p.grad for p in made.parameters()], list(made.buffers())))
             assert_close(found[1], found[0])
 
 
@@ -696,9 +680,7 @@ def test_own_coefficients_of_any_shape(shapes: str, affine: str, act: str | None
     layer = normlab.Norm2d(6, Shaped(shapes), affine, act=act, **given).to(DEVICE)
     exact = deepcopy(layer).double()
     layout = torch.channels_last if last else torch.contiguous_format
-    x, dy, residual = (
-        torch.randn(4, 6, 5, 3, device=DEVICE).contiguous(memory_format=layout) for _ in range(3)
-    )
+    x, dy, residual = (torch.randn(4, 6, 5, 3, device=DEVICE).contiguous(memory_format=layout) for _ in range(3))
     label = {"label": torch.tensor([0, 2, 1, 2], device=DEVICE)} if affine == "class" else {}
     for name in ("python", "compiled"):
         made = deepcopy(layer)
@@ -720,9 +702,7 @@ def is_recorded(y: Tensor) -> bool:
 
 RECORDED: dict[str, Any] = {
     "own rule": lambda: normlab.Norm2d(16, Shaped("rs-")),
-    "own rule of many pools": lambda: normlab.Norm2d(
-        16, Own("both", "instance", "group(4)", "batch", "layer")
-    ),
+    "own rule of many pools": lambda: normlab.Norm2d(16, Own("both", "instance", "group(4)", "batch", "layer")),
     "two of a kind": lambda: normlab.SwitchNorm2d(16, pools=("layer", "group(4)", "instance")),
     "two over the batch": lambda: normlab.SwitchNorm2d(16, pools=("batch", "batch_group(4)", "layer")),
     "one pool": lambda: normlab.SwitchNorm2d(16, pools=("batch",)),
@@ -1077,9 +1057,7 @@ def test_running_statistics_of_another_type_are_seen():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch's forward mode
 @pytest.mark.parametrize(
-    "statistics",
-    ["batch_group(4)", Shaped("rse"), ("layer", "group(2)")],
-    ids=["uneven", "own", "two of a kind"],
+    "statistics", ["batch_group(4)", Shaped("rse"), ("layer", "group(2)")], ids=["uneven", "own", "two of a kind"]
 )
 def test_transforms_do_not_meet_the_kernels(statistics: Any):
     layer = normlab.Norm2d(6, statistics, track_running_stats=False).to(DEVICE)
@@ -1246,9 +1224,7 @@ def few_channels(monkeypatch: pytest.MonkeyPatch):
     positional_norm_launches.plans_for.cache_clear()
     monkeypatch.setattr(positional_norm_launches, "_WHOLE", dict.fromkeys((True, False), 16))
     monkeypatch.setattr(
-        positional_norm_launches,
-        "_PART",
-        dict.fromkeys((True, False), positional_norm_launches.Tile(4, 16, 4)),
+        positional_norm_launches, "_PART", dict.fromkeys((True, False), positional_norm_launches.Tile(4, 16, 4))
     )
     monkeypatch.setattr(positional_norm_launches, "processors_of", lambda device: 1)
     yield
@@ -1261,9 +1237,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch):
     from normlab.gpu import positional_norm_launches
 
     positional_norm_launches.plans_for.cache_clear()
-    monkeypatch.setattr(
-        positional_norm_launches, "_tile", lambda *given: positional_norm_launches.Tile(4, 64, 4)
-    )
+    monkeypatch.setattr(positional_norm_launches, "_tile", lambda *given: positional_norm_launches.Tile(4, 64, 4))
     monkeypatch.setattr(positional_norm_launches, "processors_of", lambda device: 1)
     yield
     positional_norm_launches.plans_for.cache_clear()
@@ -1320,9 +1294,7 @@ def test_positions_of_many_channels(name: str, layout: torch.memory_format):
 @pytest.mark.parametrize("channels", [1536, 4100])
 def test_positions_of_thousands_of_channels(channels: int, layout: torch.memory_format):
     layer = normlab.PositionalNorm2d(channels, act="silu").to(DEVICE)
-    x, dy, beside = (
-        torch.randn(2, channels, 4, 4, device=DEVICE).contiguous(memory_format=layout) for _ in range(3)
-    )
+    x, dy, beside = (torch.randn(2, channels, 4, 4, device=DEVICE).contiguous(memory_format=layout) for _ in range(3))
     exact = deepcopy(layer).double()
     with normlab.backend("triton"):
         found = one_step(layer, x, dy, residual=beside)
@@ -1397,10 +1369,7 @@ def test_positions_without_eps(many: bool, act: str | None, request: pytest.Fixt
     if many:
         request.getfixturevalue("few_channels")
     layer = normlab.PositionalNorm2d(40, eps=0.0, act=act).to(DEVICE)
-    x, dy = (
-        torch.randn(2, 40, 3, 5, device=DEVICE, requires_grad=True),
-        torch.randn(2, 40, 3, 5, device=DEVICE),
-    )
+    x, dy = (torch.randn(2, 40, 3, 5, device=DEVICE, requires_grad=True), torch.randn(2, 40, 3, 5, device=DEVICE))
     found = []
     for name in ("torch", "triton"):
         with normlab.backend(name):
@@ -1411,9 +1380,7 @@ def test_positions_without_eps(many: bool, act: str | None, request: pytest.Fixt
 
 def test_positions_give_the_same_bits_each_time():
     layer = normlab.PositionalNorm2d(40, act="relu").to(DEVICE)
-    x = torch.randn(
-        *((9, 40, 60, 70) if DEVICE == "cuda" else (3, 40, 4, 5)), device=DEVICE, requires_grad=True
-    )
+    x = torch.randn(*((9, 40, 60, 70) if DEVICE == "cuda" else (3, 40, 4, 5)), device=DEVICE, requires_grad=True)
     dy = torch.randn_like(x)
     with normlab.backend("triton"):
         first, second = (torch.autograd.grad(layer(x), (x, *layer.parameters()), dy) for _ in range(2))
@@ -1520,9 +1487,7 @@ def test_launches_of_ghost_batches(name: str, monkeypatch: pytest.MonkeyPatch):
 
     made: list[Any] = []
     call = launch.Launch.__call__
-    monkeypatch.setattr(
-        launch.Launch, "__call__", lambda self, *a: (made.append(self.kernel), call(self, *a))[1]
-    )
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *a: (made.append(self.kernel), call(self, *a))[1])
     layer = normlab.Norm2d(40, **{"affine": "shared", **GHOSTS[name]}, ghost=4, act="relu").to(DEVICE)
     x = torch.randn(12, 40, 3, 3, device=DEVICE, requires_grad=True)
     with normlab.backend("triton", launches="several"):

@@ -113,9 +113,7 @@ def test_explosion_rate_limits():
 def test_pca_matches_sklearn():
     from sklearn.decomposition import PCA
 
-    x = torch.randn(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.arange(
-        1, 8
-    )
+    x = torch.randn(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.arange(1, 8)
     found = analysis.pca(x, 3)
     sk = PCA(3, svd_solver="full").fit(x.numpy())
     assert found.share == pytest.approx(sk.explained_variance_ratio_.tolist())

@@ -54,9 +54,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 def coloured(n: int = 6, seed: int = 0) -> tuple[Classifier, Tensor, Tensor]:
     """A small untrained network on images of three channels that standardise differently; some pixels are 0 or 1."""
     torch.manual_seed(seed)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), normlab.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)
-    )
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), normlab.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
     model = Classifier(Standardize((0.5, 0.4, 0.3), (0.25, 0.2, 0.1)), net).eval()
     x = (1.5 * torch.rand(n, 3, 8, 8) - 0.25).clamp(0, 1)
     return model, x, torch.arange(n) % 5
@@ -76,12 +74,7 @@ def foolbox() -> Any:
 PAIRS = {
     "fgsm": (fgsm(0.1, units="pixels"), "LinfFastGradientAttack", {}, 0.1),
     "fgsm-l2": (fgsm(1.0, units="pixels", norm="l2"), "L2FastGradientAttack", {}, 1.0),
-    "bim": (
-        bim(0.1, units="pixels", steps=10),
-        "LinfBasicIterativeAttack",
-        {"steps": 10, "rel_stepsize": 0.1},
-        0.1,
-    ),
+    "bim": (bim(0.1, units="pixels", steps=10), "LinfBasicIterativeAttack", {"steps": 10, "rel_stepsize": 0.1}, 0.1),
     "bim-l2": (
         bim(0.8, units="pixels", norm="l2", steps=10),
         "L2BasicIterativeAttack",
@@ -120,9 +113,7 @@ def test_deterministic_attacks_are_foolboxs_element_by_element(name: str, digits
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_from_the_same_random_start_it_is_foolboxs_pgd(
-    norm: Any, digits: Any, foolbox: Any, monkeypatch: Any
-) -> None:
+def test_from_the_same_random_start_it_is_foolboxs_pgd(norm: Any, digits: Any, foolbox: Any, monkeypatch: Any) -> None:
     model, x, y = digits
     eps = 0.1 if norm == "linf" else 0.8
     attack = pgd(eps, units="pixels", norm=norm, steps=10)
@@ -130,9 +121,7 @@ def test_from_the_same_random_start_it_is_foolboxs_pgd(
     start = inputs_of(model, lambda: found.append(attack(model, x, y)))[0]
     kind = {"linf": foolbox.attacks.LinfPGD, "l2": foolbox.attacks.L2PGD}[norm]
     monkeypatch.setattr(kind, "get_random_start", lambda self, x0, epsilon: type(x0)(start))
-    _, other, _ = kind(steps=10, rel_stepsize=0.25)(
-        foolbox.PyTorchModel(model, bounds=(0, 1)), x, y, epsilons=eps
-    )
+    _, other, _ = kind(steps=10, rel_stepsize=0.25)(foolbox.PyTorchModel(model, bounds=(0, 1)), x, y, epsilons=eps)
     assert abs(accuracy(model, found[0], y) - accuracy(model, other, y)) <= 0.5
     assert ((found[0] - other).abs() < 1e-4).double().mean() > 0.999
 
@@ -144,9 +133,9 @@ def test_standardised_units_are_foolbox_on_standardised_images(norm: str, digits
     eps = 0.25 if norm == "linf" else 2.0
     ours = bim(eps, units="standardised", norm=norm, steps=8)(model, x, y)  # type: ignore[arg-type]
     wrapped = foolbox.PyTorchModel(model.net, bounds=(low, high))
-    attack = {"linf": foolbox.attacks.LinfBasicIterativeAttack, "l2": foolbox.attacks.L2BasicIterativeAttack}[
-        norm
-    ](steps=8, rel_stepsize=1 / 8)
+    attack = {"linf": foolbox.attacks.LinfBasicIterativeAttack, "l2": foolbox.attacks.L2BasicIterativeAttack}[norm](
+        steps=8, rel_stepsize=1 / 8
+    )
     _, other, _ = attack(wrapped, model.standardize(x), y, epsilons=eps)
     assert ((model.standardize(ours) - other).abs() < 1e-4).double().mean() > 0.999
     assert abs(accuracy(model, ours, y) - accuracy(model.net, other, y)) <= 0.5
@@ -474,9 +463,7 @@ def test_training_on_the_main_branch_leaves_the_other_statistics() -> None:
     before = norm.running_mean.clone(), norm.num_batches_tracked.clone()
     with normlab.route(model, branch="main"):
         bim(0.1, units="pixels", steps=3)(model, x, y, training=True, update=True)
-    assert torch.equal(norm.running_mean[1], before[0][1]) and not torch.equal(
-        norm.running_mean[0], before[0][0]
-    )
+    assert torch.equal(norm.running_mean[1], before[0][1]) and not torch.equal(norm.running_mean[0], before[0][0])
     assert (norm.num_batches_tracked - before[1]).tolist() == [3, 0]
 
 
@@ -594,18 +581,12 @@ def complaints() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "clip=0 is out of range", bad(clip=0)
     yield "so 10 already reaches every image", called(fgsm(11, units="standardised"))
     yield "so 13.8564 already reaches every image", called(fgsm(14, units="pixels", norm="l2"))
-    yield (
-        "pass data.pixels(x)",
-        called(fgsm(0.1, units="pixels"), x=torch.zeros(6, 3, 8, 8, dtype=torch.uint8)),
-    )
+    yield ("pass data.pixels(x)", called(fgsm(0.1, units="pixels"), x=torch.zeros(6, 3, 8, 8, dtype=torch.uint8)))
     yield "these run from", called(fgsm(0.1, units="pixels"), x=torch.randn(6, 3, 8, 8))
     yield "got [5, 3, 8, 8] and [6]", called(fgsm(0.1, units="pixels"), x=torch.rand(5, 3, 8, 8))
     plain = nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
     yield "it has no `standardize` that says so", called(fgsm(0.1, units="standardised"), plain)
-    yield (
-        "the mean that Sequential standardises by",
-        called(bim(0.1, units="pixels", clip=2), plain, std=(1, 1, 1)),
-    )
+    yield ("the mean that Sequential standardises by", called(bim(0.1, units="pixels", clip=2), plain, std=(1, 1, 1)))
     yield "std has 2 values for images of 3 channels", called(fgsm(0.1, units="standardised"), std=(0.1, 0.2))
 
 

@@ -54,9 +54,7 @@ def pictures(height: int = 32, width: int = 32, channels: int = 3) -> Tensor:
 def toy(x: Tensor, **more: Any) -> Data:
     images = Images(x, torch.arange(len(x)) % 3)
     c = x.shape[1]
-    return replace(
-        Data("toy", images, images, ("a", "b", "c"), (0.5, 0.4, 0.3, 0.2)[:c], (0.25,) * c), **more
-    )
+    return replace(Data("toy", images, images, ("a", "b", "c"), (0.5, 0.4, 0.3, 0.2)[:c], (0.25,) * c), **more)
 
 
 def source(seed: int = 0) -> torch.Generator:
@@ -72,9 +70,7 @@ def run(text: str | Augmentation, x: Tensor, seed: int = 0, **more: Any) -> Augm
 
 
 def as_pil(x: Tensor) -> Image.Image:
-    return Image.fromarray(
-        x.permute(1, 2, 0).numpy().squeeze(2) if len(x) == 1 else x.permute(1, 2, 0).numpy()
-    )
+    return Image.fromarray(x.permute(1, 2, 0).numpy().squeeze(2) if len(x) == 1 else x.permute(1, 2, 0).numpy())
 
 
 def as_tensor(image: Image.Image) -> Tensor:
@@ -166,9 +162,7 @@ def test_an_operation_is_pils_to_the_bit(kind: Kind, height: int, width: int, ch
         amounts = torch.cat([amounts, -amounts])
     # PIL's Color of one channel is the image: its grey is itself.
     for resample in (Image.Resampling.NEAREST, Image.Resampling.BILINEAR)[: 2 if kind in MAPS else 1]:
-        want = torch.stack(
-            [as_tensor(by_pil(as_pil(i), kind, a, resample)) for a in amounts.tolist() for i in x]
-        )
+        want = torch.stack([as_tensor(by_pil(as_pil(i), kind, a, resample)) for a in amounts.tolist() for i in x])
         found = apply(
             x.repeat(len(amounts), 1, 1, 1), torch.full((len(want),), int(kind)), amounts.repeat_interleave(len(x)),
             colours=channels, bilinear=resample == Image.Resampling.BILINEAR,
@@ -311,10 +305,7 @@ def test_augmix_is_the_published_mixture(text: str, ops: int) -> None:
     kinds, depths = draw.below(ops, n, width, 3), 1 + draw.below(3, n, width, 1)
     levels = 0.1 + (augmentation.severity - 0.1) * draw.uniform(n, width, 3)
     signs = 1 - 2 * draw.coin(n, width, 3).int()
-    assert (
-        depths.unique().tolist() == [1, 2, 3]
-        and levels.min() < 1 < augmentation.severity - 0.5 < levels.max()
-    )
+    assert depths.unique().tolist() == [1, 2, 3] and levels.min() < 1 < augmentation.severity - 0.5 < levels.max()
     for i, image in enumerate(x):
         mix = torch.zeros(3, 32, 32, dtype=torch.float64)
         for j in range(width):
@@ -348,9 +339,7 @@ def test_operations_are_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[Kind.INVERT] == 0
     expected = torch.full((14,), 2 * n / 14, dtype=torch.float64)
     observed = counts[[int(k) for k in policies._PAPER]]
-    assert (
-        (observed - expected).square() / expected
-    ).sum() < 34.5  # chi-square, 13 degrees, one in a thousand
+    assert ((observed - expected).square() / expected).sum() < 34.5  # chi-square, 13 degrees, one in a thousand
     turns = amounts[kinds == Kind.ROTATE]
     assert set(turns.tolist()) == {12.0, -12.0} and abs((turns > 0).double().mean() - 0.5) < 0.07
 
@@ -358,11 +347,7 @@ def test_operations_are_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_standard_is_the_data_sets_own_augmentation() -> None:
     x = pictures().repeat(8, 1, 1, 1)
     data = toy(x, flip=True, crop=4)
-    for text, own in (
-        ("standard", data),
-        ("flip", replace(data, crop=0)),
-        ("crop", replace(data, flip=False)),
-    ):
+    for text, own in (("standard", data), ("flip", replace(data, crop=0)), ("crop", replace(data, flip=False))):
         found = run(text, x, 3, flip=True, crop=4)
         assert torch.equal(found.x, pixels(augment(x, own, source(3)))) and torch.equal(found.y, data.train.y)
         assert found.y2 is None and found.weight is None
@@ -457,9 +442,7 @@ def test_cutmix_is_torchvisions() -> None:
     x, labels = pixels(pictures(24, 32)), torch.arange(10)
     theirs = v2.CutMix(num_classes=10)
     draw = Draw(source(), CPU)
-    for weight, row, column in zip(
-        draw.uniform(40).tolist(), draw.below(24, 40), draw.below(32, 40), strict=True
-    ):
+    for weight, row, column in zip(draw.uniform(40).tolist(), draw.below(24, 40), draw.below(32, 40), strict=True):
         half = 0.5 * math.sqrt(1 - weight)
         y1, y2 = (int((row + s * int(half * 24)).clamp(0, 24)) for s in (-1, 1))
         x1, x2 = (int((column + s * int(half * 32)).clamp(0, 32)) for s in (-1, 1))
@@ -483,9 +466,7 @@ def test_labels_follow_their_images(name: str) -> None:
     assert found.y2 is not None and found.weight is not None
     assert torch.equal(found.y, torch.arange(n)) and torch.equal(found.y2.sort().values, torch.arange(n))
     mean = found.x.mean((1, 2, 3)) * 255
-    torch.testing.assert_close(
-        mean, found.weight * found.y + (1 - found.weight) * found.y2, rtol=0, atol=1e-3
-    )
+    torch.testing.assert_close(mean, found.weight * found.y + (1 - found.weight) * found.y2, rtol=0, atol=1e-3)
     again = parse_augmentation(f"{name}(alpha=0.2, standard=false)")(x, torch.arange(n), data, source(1))
     assert again.weight is not None
     if name == "mixup":  # Beta(1, 1) is uniform, of variance 1/12; Beta(0.2, 0.2) has 1 / 5.6
@@ -605,9 +586,7 @@ def test_affinity_takes_an_augmentation() -> None:
     assert same == 0
     with pytest.raises(LabError, match="two classes"):
         measure(model, data, ["affinity(augmentation=mixup)"])
-    with pytest.raises(
-        LabError, match=r"floats in \[0, 1\], before standardisation; got torch.float32 from -1"
-    ):
+    with pytest.raises(LabError, match=r"floats in \[0, 1\], before standardisation; got torch.float32 from -1"):
         change(pixels(x) * 2 - 1, source())
 
 

@@ -77,9 +77,7 @@ def test_compare_writes_results_and_a_page(normlab, tmp_path):
 
 def test_settings_of_a_file_give_way_to_the_command_line(normlab):
     normlab("compare", "--norms", "none", "--seeds", "1", "--measure", "clean", "--out", "a", *SMALL)
-    code, _, err = normlab(
-        "compare", "--config", "a/study.toml", "--width", "9", "--seeds", "3,", "--out", "b"
-    )
+    code, _, err = normlab("compare", "--config", "a/study.toml", "--width", "9", "--seeds", "3,", "--out", "b")
     assert code == 0, err
     (run,) = read_results("b").runs
     assert (run.settings.width, run.settings.seed, run.settings.epochs) == (9, 3, 1)
@@ -93,9 +91,7 @@ def test_settings_of_a_file_give_way_to_the_command_line(normlab):
 def test_report_in_other_forms(normlab, trained, tmp_path):
     code, out, _ = normlab("report", trained.folder, "--format", "csv")
     rows = out.splitlines()
-    assert (
-        code == 0 and rows[0].startswith("configuration,") and repr(trained.records[0]["accuracy"]) in rows[1]
-    )
+    assert code == 0 and rows[0].startswith("configuration,") and repr(trained.records[0]["accuracy"]) in rows[1]
     code, out, _ = normlab("report", trained.folder, "--format", "markdown", "--out", "a.md")
     assert code == 0 and (tmp_path / "a.md").read_text().startswith("| configuration")
     code, out, _ = normlab("report", trained.folder, "--out", "page.html")
@@ -159,9 +155,7 @@ def test_evaluate_a_module_of_ones_own(normlab, tmp_path, monkeypatch):
     for module, word in (("mine_for_this_test", "package.module:function"), ("no_such_module:f", "no module"),
                          ("mine_for_this_test:nothing", "has no 'nothing'")):  # fmt: skip
         refused(normlab("evaluate", "--module", module, "--data", "digits"), word)
-    (tmp_path / "wrong_for_this_test.py").write_text(
-        "def takes(x): ...\ndef fails(): return {}['key']\nnumber = 3\n"
-    )
+    (tmp_path / "wrong_for_this_test.py").write_text("def takes(x): ...\ndef fails(): return {}['key']\nnumber = 3\n")
     (tmp_path / "syntax_for_this_test.py").write_text("def network(:\n")
     for module, word in (("wrong_for_this_test:takes", "missing 1 required positional argument: 'x'"),
                          ("wrong_for_this_test:fails", "KeyError: 'key' ("),
@@ -180,14 +174,9 @@ def test_evaluate_weights_from_elsewhere_in_a_network_by_name(normlab, trained, 
     save_file(tensors, tmp_path / "foreign.safetensors")
     refused(normlab("evaluate", "foreign.safetensors"), "does not say of which network")
     refused(normlab("evaluate", "foreign.safetensors", "--model", "mlp"), "--data")
-    answer = normlab(
-        "evaluate", "foreign.safetensors", "--model", "mlp", "--norm", "switchable", "--data", "digits"
-    )
+    answer = normlab("evaluate", "foreign.safetensors", "--model", "mlp", "--norm", "switchable", "--data", "digits")
     refused(answer, "weights of another model", "of another shape")
-    linear = {
-        "linear.weight": torch.zeros(10, 64),
-        "linear.bias": torch.arange(10.0),
-    }  # always the last class
+    linear = {"linear.weight": torch.zeros(10, 64), "linear.bias": torch.arange(10.0)}  # always the last class
     names = dict(
         study.build_model(Settings(model="linear", norm="none"), study.load_data(Settings(data="digits")))[
             1
@@ -290,9 +279,7 @@ def test_a_full_disk_is_a_sentence(normlab, monkeypatch):
     [
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
-        RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nmore"
-        ),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nmore"),
     ],
 )
 def test_too_little_memory_is_a_sentence(normlab, monkeypatch, error):
@@ -300,9 +287,7 @@ def test_too_little_memory_is_a_sentence(normlab, monkeypatch, error):
         raise error
 
     monkeypatch.setattr("normlab.lab.study.fit", full)
-    refused(
-        normlab("train", "--out", "run", *SMALL), "there is not enough memory", "What is finished is kept."
-    )
+    refused(normlab("train", "--out", "run", *SMALL), "there is not enough memory", "What is finished is kept.")
 
 
 def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):
@@ -310,26 +295,18 @@ def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(study, "measured", interrupted)
-    code, _, err = normlab(
-        "compare", "--norms", "none", "--seeds", "1", "--measure", "clean", "--out", "a", *SMALL
-    )
+    code, _, err = normlab("compare", "--norms", "none", "--seeds", "1", "--measure", "clean", "--out", "a", *SMALL)
     assert code == 130 and "the same command again goes on" in err and "Traceback" not in err
 
 
 def test_without_the_extra_it_is_said_how_to_install_it(capsys):
     program = "import sys; sys.modules['typer'] = None; from normlab.lab.cli import main; main(['compare'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (
-        done.returncode == 2
-        and "pip install 'normlab[lab]'" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 2 and "pip install 'normlab[lab]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_python_m_is_the_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "normlab.lab", "--help"], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-m", "normlab.lab", "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "Usage: normlab" in done.stdout
     for command in ("compare", "train", "evaluate", "report", "reproduce", "bench", "inspect"):
         assert f" {command} " in done.stdout

@@ -83,9 +83,7 @@ def test_contrast_brightness_saturate(photos, severity, size):
     expected = {
         "contrast": each(images, contrast),
         "brightness": each(images[:2], through_hsv(lambda h, s, v: (h, s, min(v + amount, 1)))),
-        "saturate": each(
-            images[:2], through_hsv(lambda h, s, v: (h, min(max(s * scale + summand, 0), 1), v))
-        ),
+        "saturate": each(images[:2], through_hsv(lambda h, s, v: (h, min(max(s * scale + summand, 0), 1), v))),
     }
     for name, wanted in expected.items():
         found = c.corrupt(x[: len(wanted)], name, severity, eight_bit=False)
@@ -127,9 +125,7 @@ def test_gaussian_blur_is_that_of_a_padded_picture(photos, sigma):
     np.testing.assert_allclose(levels(found), each(photos[32], one), atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("radius", "rim"), [CIFAR["defocus_blur"][i] for i in (0, 3, 4)] + [(3, 0.1), (10, 0.5)]
-)
+@pytest.mark.parametrize(("radius", "rim"), [CIFAR["defocus_blur"][i] for i in (0, 3, 4)] + [(3, 0.1), (10, 0.5)])
 def test_defocus_is_a_correlation_with_the_disk(photos, radius, rim):
     half, reach = (8, 1) if radius <= 8 else (radius, 2)
     a, b = np.mgrid[-half : half + 1, -half : half + 1]
@@ -225,23 +221,13 @@ def test_plasma_is_diamond_square_with_squared_roughness():
     step, rough = side, 100.0
     while step >= 2:
         half = step // 2
-        for kind in (
-            "centre",
-            "top",
-            "left",
-        ):  # corners' middle, then the middles of horizontal and vertical sides
+        for kind in ("centre", "top", "left"):  # corners' middle, then the middles of horizontal and vertical sides
             bump = next(drawn)
             rows = range(0 if kind == "top" else half, side, step)
             columns = range(0 if kind == "left" else half, side, step)
-            reach = (
-                ((-1, -1), (-1, 1), (1, -1), (1, 1))
-                if kind == "centre"
-                else ((-1, 0), (1, 0), (0, -1), (0, 1))
-            )
+            reach = ((-1, -1), (-1, 1), (1, -1), (1, 1)) if kind == "centre" else ((-1, 0), (1, 0), (0, -1), (0, 1))
             for (a, row), (b, column) in ((u, v) for u in enumerate(rows) for v in enumerate(columns)):
-                around = [
-                    expected[:, (row + dy * half) % side, (column + dx * half) % side] for dy, dx in reach
-                ]
+                around = [expected[:, (row + dy * half) % side, (column + dx * half) % side] for dy, dx in reach]
                 expected[:, row, column] = sum(around) / 4 + rough * rough * bump[:, a, b]
         step, rough = half, rough / decay
     expected -= expected.min((1, 2), keepdims=True)
@@ -254,9 +240,7 @@ def test_fog_and_frost_are_mixtures(photos, severity):
     rng, images = RNG(2), photos[32]
     plasma = rng.random((4, 32, 32))
     amount, _ = CIFAR["fog"][severity - 1]
-    found = c.corrupt(
-        tensor(images), "fog", severity, plasma=torch.from_numpy(plasma).float(), eight_bit=False
-    )
+    found = c.corrupt(tensor(images), "fog", severity, plasma=torch.from_numpy(plasma).float(), eight_bit=False)
     expected = each(images, lambda p, i: (p + amount * plasma[i][..., None]) * p.max() / (p.max() + amount))
     np.testing.assert_allclose(levels(found), expected, atol=2e-4)
 
@@ -326,10 +310,7 @@ def test_noise_in_distribution():
             assert abs(moved.mean()) < 5 * math.sqrt(var / n), (name, severity)
             # The variance's own error: kurtosis 3 for the normal ones, more for salt and pepper.
             spread = math.sqrt(moved.pow(4).mean() - moved.pow(2).mean() ** 2) / math.sqrt(n)
-            assert (
-                abs(moved.pow(2).mean() - (var - (amount / 2 * 0.2) ** 2 * (name == "impulse_noise")))
-                < 5 * spread
-            )
+            assert abs(moved.pow(2).mean() - (var - (amount / 2 * 0.2) ** 2 * (name == "impulse_noise"))) < 5 * spread
             # Channels are independent, and so are neighbours.
             for a, b in ((moved[:, 0], moved[:, 1]), (moved[..., 1:], moved[..., :-1])):
                 assert abs((a * b).mean() / var) < 5 / math.sqrt(a.numel()), (name, severity)
@@ -423,9 +404,7 @@ def test_pixelate_is_pillows_box(photos, severity, size):
 @pytest.fixture(scope="module")
 def published():
     """The package that follows ImageNet-C's program, with OpenCV and scikit-image behind it."""
-    return pytest.importorskip(
-        "imagecorruptions.corruptions", reason="imagecorruptions-imaug is not installed"
-    )
+    return pytest.importorskip("imagecorruptions.corruptions", reason="imagecorruptions-imaug is not installed")
 
 
 @pytest.mark.parametrize("severity", c.SEVERITIES)
@@ -437,9 +416,9 @@ def published():
 )  # fmt: skip
 def test_deterministic_ones_against_the_package(photos, published, name, mean, most, severity):
     images = photos[LARGE]
-    expected = np.stack(
-        [np.uint8(getattr(published, name)(Image.fromarray(i), severity)) for i in images]
-    ).astype(float)
+    expected = np.stack([np.uint8(getattr(published, name)(Image.fromarray(i), severity)) for i in images]).astype(
+        float
+    )
     apart = np.abs(levels(c.corrupt(tensor(images), name, severity)) - expected)
     assert apart.mean() <= mean + 1e-4 and apart.max() <= most + 1e-3
 
@@ -454,9 +433,7 @@ def test_motion_fog_spatter_with_the_package_s_draws(photos, published, severity
 
     amount, decay = IMAGENET["fog"][severity - 1]
     plasma = np.stack([published.plasma_fractal(64, decay) for _ in images])
-    found = levels(
-        weather.fog(tensor(images), amount, decay, plasma=torch.from_numpy(plasma).float()).clamp(0, 1)
-    )
+    found = levels(weather.fog(tensor(images), amount, decay, plasma=torch.from_numpy(plasma).float()).clamp(0, 1))
     expected = each(images, lambda p, i: (p + amount * plasma[i][..., None]) * p.max() / (p.max() + amount))
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
@@ -472,9 +449,7 @@ def test_motion_fog_spatter_with_the_package_s_draws(photos, published, severity
     assert apart.mean() < 0.02 and np.quantile(apart, 0.999) < 1
 
 
-@pytest.mark.parametrize(
-    "severity", [2, 3]
-)  # zooms that need no cutting, which the package does later and off centre
+@pytest.mark.parametrize("severity", [2, 3])  # zooms that need no cutting, which the package does later and off centre
 def test_snow_with_the_package_s_draws(photos, published, severity):
     images, noise, angle, expected = photos[LARGE], [], [], []
     for k, image in enumerate(images):
@@ -483,16 +458,9 @@ def test_snow_with_the_package_s_draws(photos, published, severity):
         angle.append(np.random.uniform(-135, -45))  # noqa: NPY002
         np.random.seed(k)  # noqa: NPY002
         expected.append(published.snow(Image.fromarray(image), severity))
-    given: dict[str, Any] = {
-        "noise": torch.tensor(np.stack(noise)).float().unsqueeze(1),
-        "angle": torch.tensor(angle),
-    }
-    apart = np.abs(
-        levels(c.corrupt(tensor(images), "snow", severity, eight_bit=False, **given)) - np.stack(expected)
-    )
-    assert (
-        apart.max() < 3
-    )  # flakes are cut to 8 bits before the blur in ImageNet-C's program, after it in the package
+    given: dict[str, Any] = {"noise": torch.tensor(np.stack(noise)).float().unsqueeze(1), "angle": torch.tensor(angle)}
+    apart = np.abs(levels(c.corrupt(tensor(images), "snow", severity, eight_bit=False, **given)) - np.stack(expected))
+    assert apart.max() < 3  # flakes are cut to 8 bits before the blur in ImageNet-C's program, after it in the package
     assert apart.mean() < 0.7
 
 
@@ -502,15 +470,12 @@ def test_elastic_against_opencv_and_scipy(photos, severity, size):
     cv2 = pytest.importorskip("cv2", reason="OpenCV is not installed")
     from scipy.ndimage import gaussian_filter, map_coordinates
 
-    amplitude, sigma, shift = (
-        v * size for v in (CIFAR if size == 32 else IMAGENET)["elastic_transform"][severity - 1]
-    )
+    amplitude, sigma, shift = (v * size for v in (CIFAR if size == 32 else IMAGENET)["elastic_transform"][severity - 1])
     rng, images = RNG(severity), photos[size]
     corners, field = rng.uniform(-1, 1, (4, 3, 2)), rng.uniform(-1, 1, (4, 2, size, size))
     arm, middle = size // 3, size // 2
     before = np.array(
-        [[middle + arm, middle + arm], [middle + arm, middle - arm], [middle - arm, middle - arm]],
-        dtype=np.float32,
+        [[middle + arm, middle + arm], [middle + arm, middle - arm], [middle - arm, middle - arm]], dtype=np.float32
     )
     y, x = np.mgrid[:size, :size]
 
@@ -521,10 +486,7 @@ def test_elastic_against_opencv_and_scipy(photos, severity, size):
         at = [y + dy, x + dx]
         return np.stack([map_coordinates(p[..., k], at, order=1, mode="reflect") for k in range(3)], -1)
 
-    given: dict[str, Any] = {
-        "corners": torch.from_numpy(corners).float(),
-        "field": torch.from_numpy(field).float(),
-    }
+    given: dict[str, Any] = {"corners": torch.from_numpy(corners).float(), "field": torch.from_numpy(field).float()}
     found = levels(c.corrupt(tensor(images), "elastic_transform", severity, eight_bit=False, **given))
     apart = np.abs(found - each(images, one))
     assert apart.mean() < 0.5  # OpenCV's warp may round positions to 1/32 pixel
@@ -607,8 +569,7 @@ def test_size_chooses_the_constants():
     x = torch.full((1, 3, 33, 40), 0.5)
     assert torch.equal(c.corrupt(x, "brightness", 1), c.corrupt(x, "brightness", 1, constants="imagenet"))
     assert torch.equal(
-        c.corrupt(x[..., :32, :], "brightness", 1),
-        c.corrupt(x[..., :32, :], "brightness", 1, constants="cifar"),
+        c.corrupt(x[..., :32, :], "brightness", 1), c.corrupt(x[..., :32, :], "brightness", 1, constants="cifar")
     )
     assert not torch.equal(c.corrupt(x, "brightness", 1), c.corrupt(x, "brightness", 1, constants="cifar"))
 
@@ -618,9 +579,7 @@ def test_a_generator_goes_on_where_a_seed_starts_again():
     draw = torch.Generator().manual_seed(3)
     parts = [c.corrupt(x[:3], "gaussian_noise", 1, seed=draw) for _ in range(2)]
     assert not torch.equal(*parts)
-    assert torch.equal(
-        torch.cat(parts), c.corrupt(x, "gaussian_noise", 1, seed=torch.Generator().manual_seed(3))
-    )
+    assert torch.equal(torch.cat(parts), c.corrupt(x, "gaussian_noise", 1, seed=torch.Generator().manual_seed(3)))
     assert not torch.equal(c.corrupt(x, "gaussian_noise", 1), c.corrupt(x, "speckle_noise", 1))
 
 
@@ -675,10 +634,7 @@ def test_published_textures_are_used_where_they_are(tmp_path, monkeypatch):
     x = torch.zeros(2, 3, 32, 32)
     found = levels(c.corrupt(x, "frost", 5, crop=crop, eight_bit=False))
     every_fifth = [p[2::5, 2::5] for p in pictures]  # OpenCV's linear resize to a fifth
-    expected = (
-        np.stack([every_fifth[k][top : top + 32, left : left + 32] for k, top, left in crop.mT.tolist()])
-        * 0.45
-    )
+    expected = np.stack([every_fifth[k][top : top + 32, left : left + 32] for k, top, left in crop.mT.tolist()]) * 0.45
     np.testing.assert_allclose(found, expected, atol=1e-3)
     (folder / "frost1.png").write_bytes(b"not a picture")
     textures._packed.cache_clear()
@@ -766,10 +722,7 @@ def test_cuda_agrees_with_cpu(photos, name):
         "snow": {"noise": rng.standard_normal((4, 1, 32, 32)), "angle": rng.uniform(-135, -45, 4)},
         "frost": {"crop": rng.integers(0, 5, (3, 4))},
         "fog": {"plasma": rng.random((4, 32, 32))},
-        "elastic_transform": {
-            "corners": rng.uniform(-1, 1, (4, 3, 2)),
-            "field": rng.uniform(-1, 1, (4, 2, 32, 32)),
-        },
+        "elastic_transform": {"corners": rng.uniform(-1, 1, (4, 3, 2)), "field": rng.uniform(-1, 1, (4, 2, 32, 32))},
         "spatter": {"noise": rng.standard_normal((4, 1, 32, 32))},
     }.get(name, {})
     given: dict[str, Any] = {k: torch.from_numpy(np.asarray(v)) for k, v in fields.items()}

@@ -26,12 +26,7 @@ from normlab.lab.data import Data, Images, augment, load, pixels, resize
 from normlab.lab.errors import LabError
 
 RNG = np.random.default_rng(0)
-FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 def noise(n: int, *shape: int) -> np.ndarray:
@@ -103,9 +98,7 @@ def test_cifar_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: st
         assert found.mean == (0.4914, 0.4822, 0.4465) and found.std == (0.2023, 0.1994, 0.2010)
     else:
         scaled = x.astype(np.float64) / 255
-        assert found.mean == pytest.approx(scaled.mean((0, 2, 3))) and found.std == pytest.approx(
-            scaled.std((0, 2, 3))
-        )
+        assert found.mean == pytest.approx(scaled.mean((0, 2, 3))) and found.std == pytest.approx(scaled.std((0, 2, 3)))
 
 
 def test_cifar10_with_other_content_is_refused(tmp_path: Path) -> None:
@@ -171,13 +164,9 @@ def test_usps(tmp_path: Path) -> None:
     found = load("usps", root=tmp_path / "npz")
     assert same(found.train, x[:, None], y) and same(found.test, tx[:, None], ty)
 
-    for name, images, digits in (
-        ("usps.bz2", x, y),
-        ("usps.t.bz2", tx, ty),
-    ):  # libsvm: label from 1, values in [-1, 1]
+    for name, images, digits in (("usps.bz2", x, y), ("usps.t.bz2", tx, ty)):  # libsvm: label from 1, values in [-1, 1]
         rows = [
-            f"{d + 1} "
-            + " ".join(f"{k + 1}:{v / 127.5 - 1 + 1e-4:.6f}" for k, v in enumerate(image.flatten()))
+            f"{d + 1} " + " ".join(f"{k + 1}:{v / 127.5 - 1 + 1e-4:.6f}" for k, v in enumerate(image.flatten()))
             for image, d in zip(images, digits, strict=True)
         ]
         (tmp_path / name).write_bytes(bz2.compress("\n".join(rows).encode()))
@@ -220,9 +209,7 @@ def test_downloads_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server
     found = load("mnist", root=tmp_path / "root", download=True)
     assert same(found.train, x[:, None], y)
     monkeypatch.setattr(kind + "mirrors", ["http://127.0.0.1:1/"])
-    assert same(load("mnist", root=tmp_path / "root", download=True).train, x[:, None], y), (
-        "it is there already"
-    )
+    assert same(load("mnist", root=tmp_path / "root", download=True).train, x[:, None], y), "it is there already"
     with pytest.raises(LabError, match=r"mnist under .* could not be downloaded"):
         load("mnist", root=tmp_path / "empty", download=True)
 
@@ -319,10 +306,7 @@ def test_unknown_name_and_size() -> None:
     [
         (lambda x, y: (x[:, 0], y), r"are \[N, C, H, W\] and their labels \[N\]; got \[6, 4, 4\] and \[6\]"),
         (lambda x, y: (x.float(), y), r"bytes, or pixels in \[0, 1\]; got torch.float32 from 0 to 255"),
-        (
-            lambda x, y: (x, y.float()),
-            "labels of the test images of toy are whole numbers, int64; got torch.float32",
-        ),
+        (lambda x, y: (x, y.float()), "labels of the test images of toy are whole numbers, int64; got torch.float32"),
         (lambda x, y: (x.numpy(), y.numpy()), "are tensors; got ndarray and ndarray"),
         (lambda x, y: (x[..., :3], y), r"differ in shape, \[1, 4, 4\] and \[1, 4, 3\]"),
         (lambda x, y: (x[:5], y), "5 test images and 6 labels"),
@@ -404,9 +388,7 @@ def test_folder_of_grey_and_coloured_images(tmp_path: Path) -> None:
 def test_folder_that_would_be_read_wrongly(tmp_path: Path) -> None:
     write_images(tmp_path / "train" / "cat", 6)
     write_images(tmp_path / "train" / "dog", 6)
-    with pytest.raises(
-        LabError, match="one class only, train; expected a folder for each of two classes or more"
-    ):
+    with pytest.raises(LabError, match="one class only, train; expected a folder for each of two classes or more"):
         load(f"folder:{tmp_path}")
     deep = Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16))
     deep.save(tmp_path / "train" / "cat" / "000.png")
@@ -460,15 +442,11 @@ def test_constant_channel_has_deviation_one() -> None:
 
 
 def test_subset_is_stratified_and_keeps_order() -> None:
-    y = torch.tensor([0] * 6 + [1] * 3 + [2] * 1)[
-        torch.randperm(10, generator=torch.Generator().manual_seed(0))
-    ]
+    y = torch.tensor([0] * 6 + [1] * 3 + [2] * 1)[torch.randperm(10, generator=torch.Generator().manual_seed(0))]
     x = torch.arange(10, dtype=torch.uint8).view(-1, 1, 1, 1)
     whole = replace(toy(channels=1), train=Images(x, y), test=Images(x, y))
     part = whole.subset(train=5)
-    assert part.train.y.bincount(minlength=3).tolist() == [3, 2, 0], (
-        "1.5 and 0.5: equal remainders, the first class"
-    )
+    assert part.train.y.bincount(minlength=3).tolist() == [3, 2, 0], "1.5 and 0.5: equal remainders, the first class"
     assert len(part.test.y) == 10
     chosen = part.train.x.flatten().tolist()
     assert chosen == sorted(chosen) and part.train.y.tolist() == y[chosen].tolist()
@@ -481,10 +459,7 @@ def test_subset_is_stratified_and_keeps_order() -> None:
 
 def test_subset_of_equal_classes(mnist5k: Data) -> None:
     part = mnist5k.subset(train=1003, test=50)
-    assert (
-        part.train.y.bincount().tolist() == [101] * 3 + [100] * 7
-        and part.test.y.bincount().tolist() == [5] * 10
-    )
+    assert part.train.y.bincount().tolist() == [101] * 3 + [100] * 7 and part.test.y.bincount().tolist() == [5] * 10
     with pytest.raises(LabError, match=r"there are 1,000 test images; .* not 1,001"):
         mnist5k.subset(test=1001)
     with pytest.raises(LabError, match="not 0"):
@@ -509,23 +484,16 @@ def test_augmentation_against_the_definition(crop: int, flip: bool) -> None:
     made = toy(n=20, size=6, flip=flip, crop=crop)
     x = made.train.x[..., :5]  # not square
     draws = torch.Generator().manual_seed(7)
-    offsets = (
-        torch.randint(2 * crop + 1, (2, 20), generator=draws)
-        if crop
-        else torch.zeros(2, 20, dtype=torch.long)
-    )
+    offsets = torch.randint(2 * crop + 1, (2, 20), generator=draws) if crop else torch.zeros(2, 20, dtype=torch.long)
     coins = torch.rand(20, generator=draws) < 0.5 if flip else torch.zeros(20, dtype=torch.bool)
     wanted = [
-        crop_and_flip(image, int(r), int(c), bool(m), crop)
-        for image, r, c, m in zip(x, *offsets, coins, strict=True)
+        crop_and_flip(image, int(r), int(c), bool(m), crop) for image, r, c, m in zip(x, *offsets, coins, strict=True)
     ]
     found = augment(x, made, torch.Generator().manual_seed(7))
     assert found.dtype == torch.uint8 and torch.equal(found, torch.stack(wanted))
     assert torch.equal(augment(pixels(x), made, torch.Generator().manual_seed(7)), pixels(found))
     if crop or flip:
-        assert len(offsets.unique(dim=1)[0]) > 5 or 2 < int(coins.sum()) < 18, (
-            "images differ in what was drawn"
-        )
+        assert len(offsets.unique(dim=1)[0]) > 5 or 2 < int(coins.sum()) < 18, "images differ in what was drawn"
         assert not torch.equal(augment(x, made, torch.Generator().manual_seed(8)), found)
     else:
         assert torch.equal(found, x)
@@ -534,9 +502,7 @@ def test_augmentation_against_the_definition(crop: int, flip: bool) -> None:
 def test_every_offset_is_as_likely() -> None:
     made = toy(n=1, channels=1, size=4, crop=1, flip=True)
     x = torch.arange(1, 17, dtype=torch.uint8).view(1, 1, 4, 4).repeat(9000, 1, 1, 1)
-    kinds, counts = (
-        augment(x, made, torch.Generator().manual_seed(0)).flatten(1).unique(dim=0, return_counts=True)
-    )
+    kinds, counts = augment(x, made, torch.Generator().manual_seed(0)).flatten(1).unique(dim=0, return_counts=True)
     assert len(kinds) == 18
     assert counts.min() > 400 and counts.max() < 600, counts  # 500 each, standard deviation 21.7
 
@@ -602,6 +568,4 @@ def test_published_cifar10() -> None:
 def test_published_mnist() -> None:
     found = published("mnist")
     assert found.train.x.shape == (60000, 1, 28, 28) and found.test.x.shape == (10000, 1, 28, 28)
-    assert found.mean[0] == pytest.approx(0.1307, abs=1e-4) and found.std[0] == pytest.approx(
-        0.3081, abs=1e-4
-    )
+    assert found.mean[0] == pytest.approx(0.1307, abs=1e-4) and found.std[0] == pytest.approx(0.3081, abs=1e-4)

@@ -53,18 +53,14 @@ def model(data: Data) -> Classifier:
 def colours(n: int = 40, classes: int = 5, **options: Any) -> Data:
     """Random images of three channels, for what needs no training."""
     g = torch.Generator().manual_seed(0)
-    images = Images(
-        torch.randint(0, 256, (n, 3, 12, 12), generator=g, dtype=torch.uint8), torch.arange(n) % classes
-    )
+    images = Images(torch.randint(0, 256, (n, 3, 12, 12), generator=g, dtype=torch.uint8), torch.arange(n) % classes)
     names = tuple("abcdefghij"[:classes])
     return Data("colours", images, images, names, (0.5, 0.4, 0.3), (0.25, 0.2, 0.1), **options)
 
 
 def coloured(data: Data, norm: Callable[[int], nn.Module] = normlab.BatchNorm2d) -> Classifier:
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, len(data.classes))
-    )
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, len(data.classes)))
     return Classifier(Standardize(data.mean, data.std), net).eval()
 
 
@@ -134,9 +130,7 @@ def test_an_image_without_a_finite_output_is_wrong_and_told_of_once() -> None:
     assert "in clean, clean(top=4) and low-pass(bands=[8], n=20); they count as wrong" in said
     assert told[0].filename == __file__
     assert found[0]["accuracy"] == 100 * known / 40 and found[0]["not_finite"] == {"images": lost, "of": 40}
-    assert (
-        found[1]["accuracy"] == 100 * known / 40
-    )  # top-4 of logits that are not numbers is not right either
+    assert found[1]["accuracy"] == 100 * known / 40  # top-4 of logits that are not numbers is not right either
     with pytest.warns(NotFinite, match=f"{lost} of 40"):
         assert accuracy(model, *data.test) == 100 * known / 40
     with pytest.warns(NotFinite, match="1,360 of 1,360"):  # 34 waves
@@ -179,9 +173,7 @@ def test_a_study_notes_outputs_that_are_not_finite_once_a_run() -> None:
             self.said.append(sentence)
 
     asked = [parse("clean"), parse("noise(samples=0)")]
-    records = list(
-        measured(cast(Any, Silent(5)), labelled(), Settings(), asked, Notes(), torch.device("cpu"))
-    )
+    records = list(measured(cast(Any, Silent(5)), labelled(), Settings(), asked, Notes(), torch.device("cpu")))
     assert [r["accuracy"] for r in records] == [0, 0]
     (said,) = Notes.said
     assert said.startswith(f"{Settings().name} gave no finite output for ") and "in clean and noise" in said
@@ -265,9 +257,7 @@ def test_noise_is_in_standardised_units_and_not_clipped() -> None:
     noise = seen - pixels(data.test.x)
     torch.testing.assert_close(noise.std((0, 2, 3)), 0.5 * torch.tensor(data.std), rtol=0.02, atol=0)
     assert noise.mean().abs() < 0.005 and seen.min() < 0 and seen.max() > 1
-    seen = inputs_of(
-        model, lambda: measure(model, data, ["noise(0.1, units=pixels, clipped=true, samples=0)"])
-    )
+    seen = inputs_of(model, lambda: measure(model, data, ["noise(0.1, units=pixels, clipped=true, samples=0)"]))
     assert seen.min() == 0 and seen.max() == 1
     inner = (pixels(data.test.x) - 0.5).abs() < 0.05  # five deviations from either end
     assert (seen - pixels(data.test.x))[inner].std().item() == pytest.approx(0.1, rel=0.05)
@@ -292,26 +282,12 @@ def test_seeds_decide_the_noise(model: Classifier, data: Data) -> None:
     ("curve", "point", "sizes"),
     [
         ("noise-curve(std=[0, 1, 4])", "noise(std={})", [0, 1, 4]),
-        (
-            "bim-curve(eps=[0, 0.2, 0.6], steps=4, step=eps/2)",
-            "bim(eps={}, steps=4, step=eps/2)",
-            [0, 0.2, 0.6],
-        ),
-        (
-            "pgd-l2-curve(eps=[0.5, 1], units=pixels, steps=3)",
-            "pgd-l2(eps={}, units=pixels, steps=3)",
-            [0.5, 1],
-        ),
-        (
-            "fgsm-curve(eps=[16/255, 64/255], units=pixels)",
-            "fgsm(eps={}, units=pixels)",
-            [16 / 255, 64 / 255],
-        ),
+        ("bim-curve(eps=[0, 0.2, 0.6], steps=4, step=eps/2)", "bim(eps={}, steps=4, step=eps/2)", [0, 0.2, 0.6]),
+        ("pgd-l2-curve(eps=[0.5, 1], units=pixels, steps=3)", "pgd-l2(eps={}, units=pixels, steps=3)", [0.5, 1]),
+        ("fgsm-curve(eps=[16/255, 64/255], units=pixels)", "fgsm(eps={}, units=pixels)", [16 / 255, 64 / 255]),
     ],
 )
-def test_a_curve_is_its_points(
-    model: Classifier, data: Data, curve: str, point: str, sizes: list[float]
-) -> None:
+def test_a_curve_is_its_points(model: Classifier, data: Data, curve: str, point: str, sizes: list[float]) -> None:
     (record,) = measure(model, data, [curve])
     points = [measure(model, data, [point.format(s)])[0]["accuracy"] for s in sizes]
     assert record["curve"]["x"] == sizes
@@ -323,9 +299,7 @@ def test_a_curve_is_its_points(
 
 def test_attacks_are_those_of_the_attacks(model: Classifier, data: Data) -> None:
     x, y = pixels(data.test.x), data.test.y
-    (record,) = measure(
-        model, data, ["pgd(eps=24/255, units=pixels, steps=3, restarts=2)"], seed=3, batch_size=120
-    )
+    (record,) = measure(model, data, ["pgd(eps=24/255, units=pixels, steps=3, restarts=2)"], seed=3, batch_size=120)
     attack = pgd(24 / 255, units="pixels", steps=3, restarts=2)
     made = attack(model, x, y, generator=generator(3, "attack"))
     assert record["accuracy"] == right(model, made, y) < accuracy(model, x, y)
@@ -347,9 +321,7 @@ def test_targets(model: Classifier, data: Data) -> None:
 
 
 def test_corruptions_by_name_and_severity(model: Classifier, data: Data) -> None:
-    (record,) = measure(
-        model, data, ["corruptions(names=[gaussian_noise, contrast], severities=[1, 5])"], seed=2
-    )
+    (record,) = measure(model, data, ["corruptions(names=[gaussian_noise, contrast], severities=[1, 5])"], seed=2)
     for name, row in record["corruptions"].items():
         for severity, found in zip((1, 5), row, strict=True):
             draw = generator(2, "corruption", name, severity)
@@ -378,9 +350,7 @@ def test_summaries_of_corruptions() -> None:
 
 def test_frequencies(model: Classifier, data: Data) -> None:
     told: list[tuple[int, int]] = []
-    (heat,) = measure(
-        model, data, ["fourier(size=2, n=60)"], seed=4, progress=lambda name, *now: told.append(now)
-    )
+    (heat,) = measure(model, data, ["fourier(size=2, n=60)"], seed=4, progress=lambda name, *now: told.append(now))
     want = fourier.heat_map(model, data.subset(test=60), norm=2.0, seed=4)
     torch.testing.assert_close(torch.tensor(heat["grid"]["values"]), 100 * want)
     assert heat["accuracy"] == pytest.approx(100 - 100 * want.mean().item(), abs=1e-4)
@@ -585,9 +555,7 @@ def test_what_only_the_data_can_tell(model: Classifier, data: Data) -> None:
     with pytest.raises(LabError, match="got the text 'clean'"):
         measure(model, data, "clean")
     assert "bands 1 to 8" in complaint("low-pass(bands=9)")
-    assert "5 outputs, but digits has 10 classes" in complaint(
-        "clean", nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
-    )
+    assert "5 outputs, but digits has 10 classes" in complaint("clean", nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
     assert "Sequential cannot take the images of digits, 1 x 8 x 8 (" in complaint(
         "clean", nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     )
@@ -600,10 +568,7 @@ def test_what_only_the_data_can_tell(model: Classifier, data: Data) -> None:
     with pytest.raises(LabError, match=r"two branches, with a weight in \[0, 1\]; got 1.5"):
         predict_with(model, weight=1.5)
     both = normlab.AuxiliaryBatchNorm2d(2).eval()
-    for mixes in (
-        lambda m, b: predict_with(m, branches=b),
-        lambda m, b: mixed_branches(m, 0.5, b).__enter__(),
-    ):
+    for mixes in (lambda m, b: predict_with(m, branches=b), lambda m, b: mixed_branches(m, 0.5, b).__enter__()):
         with pytest.raises(LabError, match="has no separated layers to mix"):
             mixes(nn.BatchNorm2d(2), ("main", "aux"))
         with pytest.raises(LabError, match="there is no branch 'axu'; did you mean 'aux'"):

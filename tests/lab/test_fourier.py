@@ -35,9 +35,7 @@ def test_half_of_the_frequencies_are_all_of_the_waves(h, w):
     half = frequencies(h, w)
     alone = sum((-i % h, -j % w) == (i, j) for i in range(h) for j in range(w))
     assert len(half) == len(set(half)) == (h * w + alone) // 2
-    assert {p for i, j in half for p in ((i, j), (-i % h, -j % w))} == {
-        (i, j) for i in range(h) for j in range(w)
-    }
+    assert {p for i, j in half for p in ((i, j), (-i % h, -j % w))} == {(i, j) for i in range(h) for j in range(w)}
     if (h, w) == (32, 32):
         assert len(half) == 514
     waves = torch.stack([basis(i, j, h, w).flatten() for i, j in half])
@@ -158,9 +156,7 @@ def test_low_pass_keeps_its_band(h, w):
     spectrum = np.fft.fftshift(np.fft.fft2(x.numpy()), axes=(2, 3))
     for band in range(1, max(h, w) + 1):
         kept = np.zeros_like(spectrum)
-        rows, columns = (
-            slice(s // 2 - min(band, s) // 2, s // 2 - min(band, s) // 2 + min(band, s)) for s in (h, w)
-        )
+        rows, columns = (slice(s // 2 - min(band, s) // 2, s // 2 - min(band, s) // 2 + min(band, s)) for s in (h, w))
         kept[..., rows, columns] = spectrum[..., rows, columns]
         expected = np.fft.ifft2(np.fft.ifftshift(kept, axes=(2, 3))).real
         np.testing.assert_allclose(low_pass(x, band).numpy(), expected, atol=1e-12)

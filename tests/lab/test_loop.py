@@ -80,9 +80,7 @@ def same_state(a, b):
 def plain_torch(settings, data, model):
     """The same training written out: no blocks, no parts, no averaging, no tensors as learning rates."""
     x, y = data.train
-    optimizer = torch.optim.SGD(
-        model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay
-    )
+    optimizer = torch.optim.SGD(model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay)
     losses = []
     for epoch in range(settings.epochs):
         for group in optimizer.param_groups:
@@ -525,10 +523,7 @@ def test_tensorboard_is_a_log_or_a_sentence(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "values",
     [
-        *(
-            {"norm": n}
-            for n in ("none", "batch", "torch", "switchable", "batch_group(8)", "sparse_switchable")
-        ),
+        *({"norm": n} for n in ("none", "batch", "torch", "switchable", "batch_group(8)", "sparse_switchable")),
         {"norm": "switchable(ghost=4)"},
         {"norm": "switchable(moving_average=False)", "ema": 0.0},
         {"optimizer": "adam"},
@@ -605,11 +600,7 @@ def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
     def acts(model):
         return sum(m.act == "relu" for m in model.modules() if isinstance(m, normlab.Norm))
 
-    for name, norm, expected in (
-        ("resnet20", "batch", 19),
-        ("wrn-10-1", "auxiliary", 7),
-        ("small", "switchable", 4),
-    ):
+    for name, norm, expected in (("resnet20", "batch", 19), ("wrn-10-1", "auxiliary", 7), ("small", "switchable", 4)):
         model = build(name, data, norm, seed=0)
         before = {k: v.clone() for k, v in model.state_dict().items()}
         twin = quick.fused(model, ctx)

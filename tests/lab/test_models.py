@@ -154,8 +154,7 @@ def test_layers_are_those_of_the_library() -> None:
     torch.testing.assert_close(parse_norm("group(4)").make(8)(x), nn.GroupNorm(4, 8)(x))
     torch.testing.assert_close(parse_norm("batch(eps=0.1)").make(8)(x), nn.BatchNorm2d(8, eps=0.1)(x))
     assert (
-        type(parse_norm("torch").make(8)) is nn.BatchNorm2d
-        and type(parse_norm("torch").make(8, 1)) is nn.BatchNorm1d
+        type(parse_norm("torch").make(8)) is nn.BatchNorm2d and type(parse_norm("torch").make(8, 1)) is nn.BatchNorm1d
     )
     assert isinstance(parse_norm("none").make(8), nn.Identity)
     assert len(list(parse_norm("instance").make(8).parameters())) == 2, "scale and shift, as the others have"
@@ -207,9 +206,7 @@ def test_vgg(depth: int, convolutions: int) -> None:
     kinds = [type(m).__name__ for m in normed.net.features]  # type: ignore[union-attr]
     assert kinds.count("BatchNorm2d") == convolutions
     assert all(
-        kinds[k : k + 3] == ["Conv2d", "BatchNorm2d", "ReLU"]
-        for k, kind in enumerate(kinds)
-        if kind == "Conv2d"
+        kinds[k : k + 3] == ["Conv2d", "BatchNorm2d", "ReLU"] for k, kind in enumerate(kinds) if kind == "Conv2d"
     )
 
 
@@ -257,11 +254,7 @@ def test_small_is_four_convolutions_in_three_stages() -> None:
 )
 def test_weights_do_not_depend_on_the_norm(model: str, init: str) -> None:
     options: dict[str, Any] = {} if ":" in model else {**TINY[model], "init": init}
-    some = (
-        ["batch", "group", "mode", "meta", "sandwich(10, init_std=0.1)", "weight"]
-        if ":" in model
-        else norms()
-    )
+    some = ["batch", "group", "mode", "meta", "sandwich(10, init_std=0.1)", "weight"] if ":" in model else norms()
     first = weights(build(model, CIFAR, "none", seed=3, **options))
     for norm in some:
         if fits(model, norm) and norm != "fixup":
@@ -278,9 +271,7 @@ def test_a_seed_is_a_network(norm: str) -> None:
     one, two = (build("resnet8", CIFAR, norm, seed=1) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before), "the random numbers of the program are its own"
     assert one.state_dict().keys() == two.state_dict().keys()
-    assert all(
-        torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("model", TINY)
@@ -313,9 +304,7 @@ def test_norm_layers_are_where_they_belong() -> None:
         ("preact-resnet18", 16),
         ("wrn-10-1", 7),
     ):
-        kinds = [
-            type(m) for m in build(model, CIFAR, "switchable", seed=0, **TINY[model]).modules() if is_norm(m)
-        ]
+        kinds = [type(m) for m in build(model, CIFAR, "switchable", seed=0, **TINY[model]).modules() if is_norm(m)]
         one = normlab.SwitchNorm1d if model == "mlp" else normlab.SwitchNorm2d
         assert kinds == [one] * layers, model
         assert not [m for m in build(model, CIFAR, "none", seed=0, **TINY[model]).modules() if is_norm(m)]
@@ -330,9 +319,7 @@ def test_convolutions_have_a_bias_where_nothing_normalizes() -> None:
 def test_weight_norm_starts_with_the_function_of_none() -> None:
     x = torch.rand(4, 3, 32, 32)
     for model in ("vgg8", "resnet8", "mlp"):
-        plain, reparametrized = (
-            build(model, CIFAR, norm, seed=0, **TINY[model]) for norm in ("none", "weight")
-        )
+        plain, reparametrized = (build(model, CIFAR, norm, seed=0, **TINY[model]) for norm in ("none", "weight"))
         torch.testing.assert_close(plain(x), reparametrized(x))
         assert count(reparametrized) > count(plain)
 
@@ -375,9 +362,7 @@ def test_mlp_with_two_units() -> None:
 
 
 def test_mlp_of_the_circles() -> None:
-    plane: Any = SimpleNamespace(
-        channels=2, size=(1, 1), classes=("in", "out"), mean=(0.0, 0.0), std=(1.0, 1.0)
-    )
+    plane: Any = SimpleNamespace(channels=2, size=(1, 1), classes=("in", "out"), mean=(0.0, 0.0), std=(1.0, 1.0))
     norm = "batch(momentum=None)"
     net = build("mlp", plane, norm, seed=0, depth=2, width=100, place="before_linear", stem=True)
     assert layers_of(net) == [(2, 100), *[100, (100, 100), "relu"] * 2, (100, 2)]
@@ -407,18 +392,14 @@ def test_padded_shortcut() -> None:
     x = torch.rand(2, 4, 6, 6)
     out = PaddedShortcut(4, 2)(x)
     assert out.shape == (2, 8, 3, 3)
-    assert (
-        torch.equal(out[:, 2:6], x[:, :, ::2, ::2]) and out[:, :2].abs().sum() == out[:, 6:].abs().sum() == 0
-    )
+    assert torch.equal(out[:, 2:6], x[:, :, ::2, ::2]) and out[:, :2].abs().sum() == out[:, 6:].abs().sum() == 0
 
 
 def test_blocks_by_their_formula() -> None:
     batch, x = NormSpec("batch"), torch.randn(2, 4, 8, 8)
     block = Block(4, 8, 2, batch)
     wanted = block.bn2(
-        F.conv2d(
-            F.relu(block.bn1(F.conv2d(x, block.conv1.weight, None, 2, 1))), block.conv2.weight, None, 1, 1
-        )
+        F.conv2d(F.relu(block.bn1(F.conv2d(x, block.conv1.weight, None, 2, 1))), block.conv2.weight, None, 1, 1)
     )
     wanted[:, 2:6] += x[:, :, ::2, ::2]
     torch.testing.assert_close(block(x), wanted.relu())
@@ -476,9 +457,7 @@ def test_fixup_initialisation(model: str, blocks: int) -> None:
     assert all(m.bias is None for m in convs.values())
     assert net(torch.rand(2, 3, 32, 32)).abs().max() == 0, "the classifier starts at zero"
     groups = normlab.fixup_parameters(net, lr=0.1)
-    assert [g["lr"] for g in groups] == pytest.approx([0.1, 0.01]) and {
-        p.numel() for p in groups[1]["params"]
-    } == {1}
+    assert [g["lr"] for g in groups] == pytest.approx([0.1, 0.01]) and {p.numel() for p in groups[1]["params"]} == {1}
 
 
 def test_wide_fixup_keeps_one_norm_and_says_so() -> None:
@@ -489,9 +468,7 @@ def test_wide_fixup_keeps_one_norm_and_says_so() -> None:
     bare = build("wrn-10-2", CIFAR, "fixup(final_norm='none')", seed=0)
     assert not [m for m in bare.modules() if is_norm(m)] and bare.notes == ("Fixup: no normalization",)
     grouped = build("wrn-10-2", CIFAR, "fixup(final_norm='group(4)')", seed=0)
-    assert "group(4)" in grouped.notes[0] and any(
-        isinstance(m, normlab.GroupNorm2d) for m in grouped.modules()
-    )
+    assert "group(4)" in grouped.notes[0] and any(isinstance(m, normlab.GroupNorm2d) for m in grouped.modules())
     with pytest.raises(LabError, match="only Wide ResNets"):
         build("resnet8", CIFAR, "fixup(final_norm='none')", seed=0)
 
@@ -555,9 +532,7 @@ def test_weights_from_a_file(tmp_path: Path) -> None:
     for file in ("net.safetensors", "net.pth", "wrapped.pth"):
         again = build("torchvision:resnet18", CIFAR, "batch", seed=0, weights=str(tmp_path / file)).eval()
         assert torch.equal(again(x), trained(x))
-    ours = build(
-        "torchvision:resnet18", CIFAR, "batch(eps=1e-5)", seed=0, weights=str(tmp_path / "net.pth")
-    ).eval()
+    ours = build("torchvision:resnet18", CIFAR, "batch(eps=1e-5)", seed=0, weights=str(tmp_path / "net.pth")).eval()
     assert type(ours.net.bn1) is normlab.BatchNorm2d  # type: ignore[union-attr]
     torch.testing.assert_close(ours(x), trained(x), atol=1e-4, rtol=1e-4)
 
@@ -584,9 +559,7 @@ def test_weights_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_separated_statistics_by_surgery() -> None:
-    net: Any = build(
-        "torchvision:resnet18", like(1), 'separated("batch_group(4)", affine="sandwich")', seed=0
-    )
+    net: Any = build("torchvision:resnet18", like(1), 'separated("batch_group(4)", affine="sandwich")', seed=0)
     first = next(m for m in net.modules() if isinstance(m, normlab.Norm))
     assert first.branches == ("main", "aux") and str(first.statistics.pools[0]) == "batch_group(4)"
     x = torch.rand(2, 1, 32, 32)
@@ -671,11 +644,9 @@ def test_options_that_are_not_given() -> None:
 
 def test_names_can_be_built() -> None:
     for name in NAMES:
-        example = {
-            "wrn-D-K": "wrn-10-1",
-            "torchvision:NAME": "torchvision:squeezenet1_1",
-            "timm:NAME": "",
-        }.get(name, name)
+        example = {"wrn-D-K": "wrn-10-1", "torchvision:NAME": "torchvision:squeezenet1_1", "timm:NAME": ""}.get(
+            name, name
+        )
         if example:
             with torch.device("meta"):
                 assert count(build(example, CIFAR, "none", seed=0)) > 0

@@ -167,9 +167,7 @@ def work(rank: int, world: int, folder: str) -> None:
         assert not own.exists()
         seen["apart"] = error_of(lambda: trained(BASE, ranks=ranks, recipe=Apart()))
         seen["too small"] = error_of(lambda: trained(replace(BASE, batch_size=1), ranks=ranks))
-        seen["ghost"] = error_of(
-            lambda: trained(replace(BASE, norm="batch(ghost=2)", sync_norm=True), ranks=ranks)
-        )
+        seen["ghost"] = error_of(lambda: trained(replace(BASE, norm="batch(ghost=2)", sync_norm=True), ranks=ranks))
         seen["led"] = lead(ranks, lambda: "the command's")
     torch.save(seen, home / f"{rank}.pt")
     dist.destroy_process_group()
@@ -272,11 +270,7 @@ def lines(path):
 
 def torchrun(*arguments, program=("-m", "normlab.lab")):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     return subprocess.run(
         [*command, *program, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment
     )  # fmt: skip
@@ -306,9 +300,7 @@ def test_a_study_under_torchrun(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 @pytest.mark.parametrize(
-    "more",
-    [("--recipe", "classify"), ("--recipe", f"adversarial({PGD}, mode=train)")],
-    ids=["plain", "attacked"],
+    "more", [("--recipe", "classify"), ("--recipe", f"adversarial({PGD}, mode=train)")], ids=["plain", "attacked"]
 )
 def test_two_gpus_train_as_one_does(tmp_path, more):
     asked = (*TINY[:-1], "cuda", "--epochs", "2", "--sync-norm", "true", "--precision", "float32", *more)

@@ -156,18 +156,11 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("everything")
     results = made_up(records=rich_records, folder=folder)
     (folder / "study.toml").write_text(results.study.to_toml())
-    rows = [
-        ComparisonRow("VGG8", c, p, o, 0.6, 3, 0.1)
-        for c, p, o in (("clean", 87.9, 87.4), ("noise", 78.9, 80.5))
-    ]
-    table = Comparison(
-        "Table 2", [*rows, ComparisonRow("VGG8", "unpublished", None, 51.0, None, 1)], "150 epochs."
-    )
+    rows = [ComparisonRow("VGG8", c, p, o, 0.6, 3, 0.1) for c, p, o in (("clean", 87.9, 87.4), ("noise", 78.9, 80.5))]
+    table = Comparison("Table 2", [*rows, ComparisonRow("VGG8", "unpublished", None, 51.0, None, 1)], "150 epochs.")
     picture = folder / "figure-2.png"
     picture.write_bytes(
-        base64.b64decode(
-            "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg=="
-        )
+        base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg==")
     )
     return write_report(results, folder / "report.html", comparisons=[table], figures=[picture])
 
@@ -189,9 +182,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         known = dict(attrs)
         self.ids += [v for k, v in attrs if k == "id" and v]
-        self.addresses += [
-            v for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "action", "data") and v
-        ]
+        self.addresses += [v for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "action", "data") and v]
         self.scripts += tag == "script"
         if tag == "table":
             self._rows = self.tables.setdefault(known.get("id") or f"table {len(self.tables)}", [])
@@ -234,21 +225,14 @@ def test_cells_and_gaps() -> None:
 
 
 def test_winner_and_those_within_one_standard_error_of_it() -> None:
-    cells = {
-        "a": Cell(50, 3.0, 3),
-        "b": Cell(45.1, 4.0, 3),
-        "c": Cell(44.9, 4.0, 3),
-        "d": Cell(math.nan, None, 3),
-    }
+    cells = {"a": Cell(50, 3.0, 3), "b": Cell(45.1, 4.0, 3), "c": Cell(44.9, 4.0, 3), "d": Cell(math.nan, None, 3)}
     up = Column("accuracy", "%", True, cells)
     assert up.best == "a" and up.near == {"b"}  # hypot(3, 4) is 5 points
     down = Column("error", "", False, cells)
     assert down.best == "c" and down.near == {"b"}
     alone = Column("accuracy", "%", True, {"a": Cell(50, None, 1)})
     assert alone.best is None and alone.near == set()
-    level = Column(
-        "accuracy", "%", True, {"a": Cell(50, None, 1), "b": Cell(50, None, 1), "c": Cell(2, None, 1)}
-    )
+    level = Column("accuracy", "%", True, {"a": Cell(50, None, 1), "b": Cell(50, None, 1), "c": Cell(2, None, 1)})
     assert level.best is None and level.near == {"a", "b"}
     once = Column("accuracy", "%", True, {"a": Cell(50, None, 1), "b": Cell(49.9, None, 1)})
     assert once.best == "a" and once.near == set()  # without an error nothing is known to be close
@@ -268,9 +252,7 @@ def test_the_table_of_the_page_has_the_numbers_of_the_runs(everything: Path) -> 
             assert float(error) == pytest.approx(statistics.stdev(values) / math.sqrt(3), abs=0.051)
         assert row[-1] == "3"
     text = everything.read_text()
-    assert text.count('<td class="best"') == sum(c.best is not None for c in gather(results).columns) + len(
-        CORRUPTIONS
-    )
+    assert text.count('<td class="best"') == sum(c.best is not None for c in gather(results).columns) + len(CORRUPTIONS)
 
 
 def test_every_corruption_and_every_point_of_a_curve_is_in_a_table(everything: Path) -> None:
@@ -282,11 +264,7 @@ def test_every_corruption_and_every_point_of_a_curve_is_in_a_table(everything: P
                 for r in run.records if "corruptions" in r]  # fmt: skip
     assert rows[CORRUPTIONS.index("snow")][head.index("batch")] == show(cell(per_seed))
     curve = next(t for t in tables.values() if t[0][0] == "epsilon (standardised)")
-    assert [r[0] for r in curve[1:]] == [
-        "0",
-        "0.25",
-        "0.5",
-    ]  # two measurements, and the clean accuracy at zero
+    assert [r[0] for r in curve[1:]] == ["0", "0.25", "0.5"]  # two measurements, and the clean accuracy at zero
     assert curve[1][1] == show(cell(values_of(results, "none", "clean")))
     assert curve[3][2] == show(cell(values_of(results, "batch", "bim(eps=0.5)")))
 
@@ -339,10 +317,7 @@ def test_corruptions_are_told_apart_by_their_arguments_whatever_their_titles_say
     assert {str(where): [c.title for c in columns] for where, columns in found.items()} == {
         "severity 1 to 2": ["corruption 0"],
         "severity 1 to 2 branch aux": ["corruption 1"],
-        "severity 1 to 2 main and aux mixed by 0.5": [
-            "corruption 2",
-            "corruption 3",
-        ],  # the same, said in full
+        "severity 1 to 2 main and aux mixed by 0.5": ["corruption 2", "corruption 3"],  # the same, said in full
         "severity 1 to 2 main and aux mixed by 0.25": ["corruption 4"],
         "severity 1 to 2 logits of main and aux mixed by 0.5": ["corruption 5"],
         "severity 1 to 2 n=300": ["corruption 6"],
@@ -357,14 +332,7 @@ def test_a_curve_stands_in_the_section_of_its_kind_and_a_scalar_is_better_as_dec
     curve = {"x": [0.0, 1.0], "y": [9.0, 8.0], "x_label": "noise eps bandwidth", "y_label": "anything"}
 
     def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
-        kinds = {
-            "pgd-l2-curve": {},
-            "noise-curve": {},
-            "low-pass": {},
-            "between": {},
-            "home-made": {},
-            "": {},
-        }
+        kinds = {"pgd-l2-curve": {}, "noise-curve": {}, "low-pass": {}, "between": {}, "home-made": {}, "": {}}
         scalars = {"uCE over 15": 9.0, "affinity": -2.0, "error correcting score": 3.0}
         return [
             {"measurement": f"m{k}", "accuracy": 8.5, "curve": curve, **({"kind": kind} if kind else {})}
@@ -406,9 +374,7 @@ def test_branches_that_curves_between_them_end_in_are_columns_as_if_each_had_bee
 
     data, weights, all_15 = load("digits").subset(test=12), "weights=[0, 0.5, 1]", "names=[common]"
     models = {norm: build("small", data, norm, seed=3, width=4).eval() for norm in ("auxiliary", "batch")}
-    monkeypatch.setattr(
-        corruptions, "corrupt", lambda x, name, severity, seed: (x * (1 + severity)) % 1
-    )  # quick
+    monkeypatch.setattr(corruptions, "corrupt", lambda x, name, severity, seed: (x * (1 + severity)) % 1)  # quick
     for k, buffer in enumerate(b for n, b in models["auxiliary"].named_buffers() if "running_mean" in n):
         buffer += 0.3 * (k % 2)  # branches unlike each other
 
@@ -420,9 +386,7 @@ def test_branches_that_curves_between_them_end_in_are_columns_as_if_each_had_bee
 
     sides = ("branch=main", "branch=aux", "mix=0.5", "mix=0.5, of=coefficients")
     alone = [f"corruptions({all_15}, samples=0{b})" for b in ("", *(f", {s}" for s in sides[1:]))]
-    directly = shown(
-        auxiliary=["clean", *(f"clean({s})" for s in sides[1:]), *alone], batch=["clean", alone[0]]
-    )
+    directly = shown(auxiliary=["clean", *(f"clean({s})" for s in sides[1:]), *alone], batch=["clean", alone[0]])
     ways = ("probabilities", "coefficients")
     between = [f"between({weights}, of={of})" for of in ways]
     between += [f"between-corruptions({weights}, of={of}, {all_15})" for of in ways]
@@ -436,13 +400,7 @@ def test_branches_that_curves_between_them_end_in_are_columns_as_if_each_had_bee
             assert (unit, higher) == directly[title][label][:2]
             assert value == pytest.approx(directly[title][label][2]), (title, label)
     # Left out are accuracies of which the error is there, and mCE against AlexNet, which a curve does not know.
-    left = {
-        t
-        for t, cells in directly.items()
-        if not t.startswith("mCE")
-        for k in cells
-        if k not in found.get(t, {})
-    }
+    left = {t for t, cells in directly.items() if not t.startswith("mCE") for k in cells if k not in found.get(t, {})}
     mixed = "main and aux mixed by 0.5"
     assert left == {f"{severe} {who}" for who in ("branch aux", mixed, f"coefficients of {mixed}")}
     # What was measured by itself stands under its own name, and once.
@@ -499,9 +457,7 @@ def test_tables_in_other_forms_have_the_same_numbers() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("norms", "records"), [(tuple(LEVEL), rich_records), (("none", "batch"), simple_records)]
-)
+@pytest.mark.parametrize(("norms", "records"), [(tuple(LEVEL), rich_records), (("none", "batch"), simple_records)])
 def test_the_terminal_shows_all_of_it_in_eighty_columns(norms: tuple[str, ...], records: Any) -> None:
     from rich.console import Console
 
@@ -528,10 +484,7 @@ def test_the_reading_says_who_wins_by_how_many_standard_errors() -> None:
     points, errors = gap(cells["none"], cells["group(4)"])
     text = " ".join(reading(gather(results)))
     assert errors is not None
-    assert (
-        f"No normalization is best on bim(eps=0.5) (+{points:.1f} points against group(4), {errors:.1f} SE)"
-        in text
-    )
+    assert f"No normalization is best on bim(eps=0.5) (+{points:.1f} points against group(4), {errors:.1f} SE)" in text
     change, size = gap(cells["batch"], cells["none"])
     assert size is not None
     assert f"−{-change:.1f} on bim(eps=0.5) ({-size:.1f} SE)" in text  # noqa: RUF001
@@ -539,10 +492,7 @@ def test_the_reading_says_who_wins_by_how_many_standard_errors() -> None:
 
 
 def test_the_reading_names_a_measurement_of_many_arguments_by_its_title() -> None:
-    name, title = (
-        "pgd(eps=0.1, units=pixels, steps=10, n=8, samples=0)",
-        "pgd-linf eps=0.1 pixels steps=10 n=8",
-    )
+    name, title = ("pgd(eps=0.1, units=pixels, steps=10, n=8, samples=0)", "pgd-linf eps=0.1 pixels steps=10 n=8")
 
     def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
         return [{"measurement": name, "title": title, "accuracy": 9.0}]
@@ -589,9 +539,7 @@ def test_the_reading_does_not_overclaim() -> None:
     assert "n = 1" in once and "may be chance" in once and " SE" not in once and "is best" not in once
 
     def close(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
-        shift = {"none": 0.0, "batch": 2.5}[
-            settings.norm
-        ]  # standard errors are 1/sqrt(3) each: 3.1 and, for b, 2.4
+        shift = {"none": 0.0, "batch": 2.5}[settings.norm]  # standard errors are 1/sqrt(3) each: 3.1 and, for b, 2.4
         return [{"measurement": "a", "accuracy": 50 + shift + settings.seed},
                 {"measurement": "b", "accuracy": 50 + 0.8 * shift + settings.seed},
                 {"measurement": "c", "accuracy": 50 + 0.5 * shift + settings.seed}]  # fmt: skip
@@ -601,9 +549,7 @@ def test_the_reading_does_not_overclaim() -> None:
     assert "b (+2.0 points against no normalization, 2.4 SE, likely but not certain)" in text
     assert "no winner on c (batch and no normalization, 1.5 SE apart)" in text
     assert reading(gather(None)) == ["There are no results yet."]
-    assert (
-        reading(gather(made_up(("none",), 1)))[0] == "One configuration (no normalization), one run (n = 1)."
-    )
+    assert reading(gather(made_up(("none",), 1)))[0] == "One configuration (no normalization), one run (n = 1)."
 
 
 # ------------------------------------------------------------------------------------------------ configurations
@@ -628,9 +574,7 @@ def test_a_norm_has_the_same_colour_everywhere() -> None:
     assert len(set(colours.values())) == len(colours)
     assert all(c.look.colour == colours[c.norm] for c in narrow.configs)
     assert len({c.look for c in narrow.configs}) == 4  # told apart by the dash
-    assert all(
-        look.colour == colours[label] for g in narrow.grid_lines for label, (look, _) in g.series.items()
-    )
+    assert all(look.colour == colours[label] for g in narrow.grid_lines for label, (look, _) in g.series.items())
 
 
 def luminance(colour: str) -> float:
@@ -675,9 +619,7 @@ def test_the_page_has_every_section_it_has_something_for(everything: Path, tmp_p
     assert "grid" in sections(page) and "Against batch size" in page.read_text()
     assert sections(write_report(None, tmp_path / "nothing.html", title="Figure 1")) == {"result", "repeat"}
     ours = Comparison("Figure 1", [ComparisonRow("input", "classes left", None, 99.0, 0.5, 2)])
-    page = write_report(
-        None, tmp_path / "beside.html", comparisons=[ours], command="normlab reproduce figure1"
-    )
+    page = write_report(None, tmp_path / "beside.html", comparisons=[ours], command="normlab reproduce figure1")
     assert sections(page) == {"paper", "repeat"}
     assert Page(page.read_text()).tables["table 0"] == [
         ["row", "column", "ours (%)", "n"],
@@ -727,9 +669,7 @@ def test_two_branches_have_their_curves_and_their_maps_side_by_side(tmp_path: Pa
     for words in ("train main", "test main", "train aux", "test aux"):
         assert f">{words}</text>" in text
     curve = text[text.index("weight of aux: probabilities") :]
-    assert (
-        ">20</text>" not in curve[: curve.index("</svg>")]
-    )  # not on the scale from 0 to 100, where it is flat
+    assert ">20</text>" not in curve[: curve.index("</svg>")]  # not on the scale from 0 to 100, where it is flat
 
 
 def test_the_page_of_a_single_run_says_how_to_repeat_it(tmp_path: Path) -> None:
@@ -744,9 +684,7 @@ def test_the_page_says_how_to_repeat_it(everything: Path) -> None:
     text = everything.read_text()
     assert "normlab compare --config" in text and "study.toml" in text and "batch_size = 64" in text
     assert "a made-up device" in text and "2.99" in text and "3 min 0 s" in text  # 15 runs of 6 epochs of 2 s
-    other = write_report(
-        made_up(), everything.with_name("other.html"), command="normlab reproduce x", title="Table 2"
-    )
+    other = write_report(made_up(), everything.with_name("other.html"), command="normlab reproduce x", title="Table 2")
     assert "normlab reproduce x" in other.read_text() and "<h1>Table 2</h1>" in other.read_text()
 
 
@@ -783,9 +721,7 @@ def test_drawings_are_well_formed_and_take_their_colours_from_the_page(everythin
     assert "var(--c1,#c44900)" in everything.read_text() and "DejaVu" in everything.read_text()
 
 
-HOSTILE = (
-    """<script>document.title='bad'</script>"><img src=x onerror="document.title='bad'">$x^$ [red] | & ü 漢"""
-)
+HOSTILE = """<script>document.title='bad'</script>"><img src=x onerror="document.title='bad'">$x^$ [red] | & ü 漢"""
 
 
 def hostile_records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
@@ -852,16 +788,12 @@ def test_a_study_that_was_run_is_reported(tmp_path: Path) -> None:
     for row, found in zip(rows, results.table("clean"), strict=True):
         assert (row[0], float(row[1])) == (found.settings.norm, pytest.approx(found.mean, abs=0.051))
     assert head[2] == "noise std=1 standardised (%)"
-    assert escape((tmp_path / "study.toml").read_text(), quote=False) in page.read_text().replace(
-        "&#34;", '"'
-    )
+    assert escape((tmp_path / "study.toml").read_text(), quote=False) in page.read_text().replace("&#34;", '"')
 
 
 # --------------------------------------------------------------------------------------------------- in a browser
 
-BROWSER = next(
-    (p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if p), None
-)
+BROWSER = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if p), None)
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 
 LISTEN = """<script>window.seen = [];
@@ -937,9 +869,7 @@ def test_in_a_browser_every_picture_is_drawn_and_tables_sort(everything: Path, t
 def test_long_names_leave_room_for_the_numbers(tmp_path: Path) -> None:
     names = ("switchable(moving_average=False, ghost=8)", "batch(ghost=8, momentum=0.123456, eps=0.000123)")
     recipe = "streams(main=cutout(size=8), aux=randaugment(n=2, m=4, cutout=8), forward=one)"
-    page = write_report(
-        made_up(names, 2, batch_size=[2, 16], recipe=["classify", recipe]), tmp_path / "long.html"
-    )
+    page = write_report(made_up(names, 2, batch_size=[2, 16], recipe=["classify", recipe]), tmp_path / "long.html")
     found = measured(page, tmp_path, width=1000)
     assert found["width"] <= 1000 and found["outside"] == [] and found["drifted"] == []
     assert found["label"] <= 30 * 16
@@ -957,10 +887,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(everything: Path, tmp_path:
 @in_browser
 def test_dark_where_the_reader_prefers_it(everything: Path, tmp_path: Path) -> None:
     found = measured(everything, tmp_path, "--blink-settings=preferredColorScheme=0")
-    assert found["paper"] == "rgb(20, 23, 27)" and found["ink"] in (
-        "rgb(230, 233, 237)",
-        "rgb(163, 171, 182)",
-    )
+    assert found["paper"] == "rgb(20, 23, 27)" and found["ink"] in ("rgb(230, 233, 237)", "rgb(163, 171, 182)")
 
 
 @in_browser

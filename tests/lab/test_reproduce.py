@@ -75,9 +75,7 @@ def test_table_12_is_table_6_as_ratios():
             if key == ("28", "none"):
                 assert printed == value
             else:
-                assert printed.mean == pytest.approx(
-                    value.mean / first[column].mean, abs=(printed.error or 0) + 0.006
-                )
+                assert printed.mean == pytest.approx(value.mean / first[column].mean, abs=(printed.error or 0) + 0.006)
 
 
 def test_table_10_differences_are_those_of_the_text():
@@ -85,9 +83,7 @@ def test_table_10_differences_are_those_of_the_text():
         none, batch = paper.TABLE_10[top, "none"], paper.TABLE_10[top, "batch"]
         found = [batch[f"vgg{d}"].mean - none[f"vgg{d}bn"].mean for d in (11, 13, 16)]
         assert max(found) == pytest.approx(largest)
-        assert all(
-            smallest < f <= largest + 1e-9 for f in found
-        )  # the smallest is in the column that is missing
+        assert all(smallest < f <= largest + 1e-9 for f in found)  # the smallest is in the column that is missing
     one = paper.TABLE_10["top-1", "batch"], paper.TABLE_10["top-1", "none"]
     same = [one[0][f"vgg{d}"].mean - one[1][f"vgg{d}"].mean for d in (13, 16, 19)]
     assert (min(same), max(same)) == (pytest.approx(16.5), pytest.approx(20.4))
@@ -97,14 +93,12 @@ def test_prediction_of_table_11_is_the_root_of_the_dimension():
     for (side, _), row in paper.TABLE_11.rows.items():
         if "predicted" in row:
             assert row["predicted"].mean == math.sqrt(int(side) ** 2 / 28**2)
-            assert (
-                row["loss-eps=0.05"].mean < row["predicted"].mean + 0.2
-            )  # "roughly between" the two epsilons
+            assert row["loss-eps=0.05"].mean < row["predicted"].mean + 0.2  # "roughly between" the two epsilons
             assert row["loss-eps=0.1"].mean > row["predicted"].mean
     assert dimension.DECAY == {28: 0, 56: 0.01, 84: 0.0225, 112: 0.05}
-    assert {(s, float(d)) for s, d in paper.TABLE_11.rows} == {
-        (str(s), d) for s, d in dimension.DECAY.items()
-    } | {(str(s), 0.0) for s in dimension.DECAY}
+    assert {(s, float(d)) for s, d in paper.TABLE_11.rows} == {(str(s), d) for s, d in dimension.DECAY.items()} | {
+        (str(s), 0.0) for s in dimension.DECAY
+    }
 
 
 def test_published_refuses_what_does_not_fit():
@@ -141,10 +135,7 @@ def test_entry_runs(name, tmp_path, monkeypatch, read_without_weights):
     assert read_without_weights(name, tmp_path).comparisons == outcome.comparisons
     assert outcome.figures and outcome.comparisons
     for figure in outcome.figures:
-        assert (
-            figure.read_bytes().startswith(b"\x89PNG")
-            and b"</svg>" in figure.with_suffix(".svg").read_bytes()
-        )
+        assert figure.read_bytes().startswith(b"\x89PNG") and b"</svg>" in figure.with_suffix(".svg").read_bytes()
     rows = [r for c in outcome.comparisons for r in c.rows]
     assert rows and all(math.isfinite(r.mean) and r.n >= 1 for r in rows)
     for comparison in outcome.comparisons:
@@ -166,10 +157,7 @@ def test_entry_runs(name, tmp_path, monkeypatch, read_without_weights):
 
 
 def test_the_picture_of_a_table_explains_both_marks_where_a_later_column_is_published():
-    rows = [
-        base.compared("BN", "robust", None, [25.0]),
-        base.compared("BN", "clean", figures.Value(72.1), [25.0]),
-    ]
+    rows = [base.compared("BN", "robust", None, [25.0]), base.compared("BN", "clean", figures.Value(72.1), [25.0])]
     picture = grid.draw_rows(base.Comparison("Table 5", rows))
     assert sorted(t.get_text() for t in picture.legends[0].get_texts()) == ["ours", "paper"]
 
@@ -191,9 +179,7 @@ def test_paper_and_ours_stand_beside_each_other(tmp_path, monkeypatch):
     assert (found.paper, found.paper_error, found.n) == (36.9, 0.2, 1)
     differences = {r.column: r for r in outcome.comparisons[1].rows}
     assert differences["bim-linf"].paper == pytest.approx(53.8 - 36.9)
-    assert differences["clean"].mean == pytest.approx(
-        rows["no norm", "clean"].mean - rows["batch norm", "clean"].mean
-    )
+    assert differences["clean"].mean == pytest.approx(rows["no norm", "clean"].mean - rows["batch norm", "clean"].mean)
 
 
 def test_second_run_trains_nothing_and_gives_the_same(tmp_path, monkeypatch):
@@ -219,20 +205,13 @@ def test_weights_are_asked_for_where_something_is_computed_from_them(tmp_path, m
     shared = without_weights(tmp_path / "all", tmp_path / "shared")
     logs = {p: p.read_text() for p in shared.rglob("*.jsonl")}
     # Table 3 is of the networks of Table 2 on other images, Table 10 of those of Table 5.
-    for name, why in (
-        ("table3", "4 measurements must still be computed"),
-        ("table10", "and they are needed"),
-    ):
-        with pytest.raises(
-            LabError, match=rf"2 runs are finished, but their weights are missing.*{why}"
-        ) as error:
+    for name, why in (("table3", "4 measurements must still be computed"), ("table10", "and they are needed")):
+        with pytest.raises(LabError, match=rf"2 runs are finished, but their weights are missing.*{why}") as error:
             run(name, shared)
         homes = [p for p in (shared / "runs").iterdir() if str(p) in str(error.value)]
         assert len(homes) == 2 and "or remove these to have the runs trained again" in str(error.value)
     assert {p: p.read_text() for p in shared.rglob("*.jsonl")} == logs
-    with pytest.raises(
-        LabError, match=r"The run in \S*shared/runs/\S* is finished.* Put its best.safetensors back"
-    ):
+    with pytest.raises(LabError, match=r"The run in \S*shared/runs/\S* is finished.* Put its best.safetensors back"):
         run("table3", shared, only={"norm": "batch"})
     run("table3", tmp_path / "all")
     again = without_weights(tmp_path / "all", tmp_path / "again")
@@ -240,9 +219,7 @@ def test_weights_are_asked_for_where_something_is_computed_from_them(tmp_path, m
     assert {(r.label, r.n) for r in done.comparisons[0].rows} == {("no norm", 1), ("batch norm", 1)}
 
 
-def test_a_table_of_networks_together_waits_for_all_and_counts_again_after_other_epochs(
-    tmp_path, monkeypatch
-):
+def test_a_table_of_networks_together_waits_for_all_and_counts_again_after_other_epochs(tmp_path, monkeypatch):
     monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     counted = []
     monkeypatch.setattr(imagenet, "white_box_counts", lambda models, *a: counted.append(set(models)) or {
@@ -251,9 +228,7 @@ def test_a_table_of_networks_together_waits_for_all_and_counts_again_after_other
     def run(**more):
         return reproduce.run("vulnerability-table5", tmp_path, scale="smoke", device="cpu", **more)
 
-    with pytest.raises(
-        LabError, match=r"compares 2 networks, and there are none yet of \S*none\S*: run it again"
-    ):
+    with pytest.raises(LabError, match=r"compares 2 networks, and there are none yet of \S*none\S*: run it again"):
         run(only={"norm": "batch"})
     for _ in range(2):
         run()
@@ -268,9 +243,7 @@ def test_weights_of_a_finished_run_serve_whichever_file_has_them(tmp_path, monke
     home = tmp_path / "runs" / settings.name
 
     def run(*columns):
-        (found,) = grid.run_grid(ctx, grid.Grid(settings, [grid.Case("a", {})], columns), (0,)).of(
-            grid.Case("a", {})
-        )
+        (found,) = grid.run_grid(ctx, grid.Grid(settings, [grid.Case("a", {})], columns), (0,)).of(grid.Case("a", {}))
         return {r["measurement"] for r in found.records}
 
     run(clean)
@@ -364,9 +337,7 @@ def test_full_scale_is_the_papers():
     assert len(table.cases) == 8 and table.base.milestones == (150, 250) and table.base.epochs == 350
     assert {c.settings["lr"] for c in table.cases if c.settings["norm"] == "batch"} == {0.1}
     table, seeds = asked["table11"]
-    assert (
-        len(table.cases) == 7 and len(seeds) == 5 and table.base.data == "mnist" and table.base.momentum == 0
-    )
+    assert len(table.cases) == 7 and len(seeds) == 5 and table.base.data == "mnist" and table.base.momentum == 0
     table, seeds = asked["table6"]
     assert len(table.cases) == 6 and dict(table.base.options)["widths"] == "392-196"
     table, seeds = asked["fig2"]
@@ -386,9 +357,7 @@ SMALL_MLP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "norm", "size"), [("linear", "none", 16), ("mlp", "none", 0), ("mlp", "batch", 16)]
-)
+@pytest.mark.parametrize(("model", "norm", "size"), [("linear", "none", 16), ("mlp", "none", 0), ("mlp", "batch", 16)])
 def test_networks_trained_together_are_those_of_the_loop(model, norm, size, tmp_path):
     """193 images in batches of 64: the loop leaves the last one out, since one image has no batch statistics."""
     options = (("widths", "24-12"), ("norm_at", "1")) if model == "mlp" else ()
@@ -419,13 +388,7 @@ def test_networks_trained_together_are_those_of_the_loop(model, norm, size, tmp_
 def test_only_plain_networks_are_trained_together():
     plain = Settings(**SMALL_MLP, model="mlp", norm="batch")
     assert together.can_join(plain)
-    for change in (
-        {"momentum": 0.9},
-        {"norm": "group"},
-        {"model": "small"},
-        {"augment": True},
-        {"best": "test"},
-    ):
+    for change in ({"momentum": 0.9}, {"norm": "group"}, {"model": "small"}, {"augment": True}, {"best": "test"}):
         assert not together.can_join(plain.with_(**change))
     assert len(together.groups([plain, plain.with_(seed=1), plain.with_(lr=0.2)])) == 2
 
@@ -433,9 +396,7 @@ def test_only_plain_networks_are_trained_together():
 def test_grid_takes_up_what_was_trained_together(tmp_path):
     ctx = base.Context(tmp_path, "smoke", "cpu")
     cases = [grid.Case(str(w), {"weight_decay": w}) for w in (0.0, 0.1)]
-    asked = grid.Grid(
-        Settings(**SMALL_MLP, model="linear", norm="none"), cases, (grid.Column("clean", "clean"),)
-    )
+    asked = grid.Grid(Settings(**SMALL_MLP, model="linear", norm="none"), cases, (grid.Column("clean", "clean"),))
     cells = [asked.settings(c, s) for c in cases for s in (0, 1)]
     with locked(tmp_path / "runs" / cells[0].name):  # left to another process
         grid._train_groups(ctx, cells, grid._Kept(ctx))
@@ -520,9 +481,7 @@ def test_margin_of_a_line():
         assert loss.item() == pytest.approx(direct.item(), rel=1e-12)
         gradient = torch.autograd.grad(direct + decay / 2 * w.square().sum(), (w, b))
         assert max(t.abs().max().item() for t in gradient) < 1e-5
-        assert line.distances(x, y).abs().max() == pytest.approx(
-            ((x @ line.w + line.b) / line.w.norm()).abs().max()
-        )
+        assert line.distances(x, y).abs().max() == pytest.approx(((x @ line.w + line.b) / line.w.norm()).abs().max())
         lengths.append(line.w.norm().item())
     assert lengths[0] > lengths[1] > lengths[2]
 
@@ -588,9 +547,7 @@ def test_white_box_and_transfer_counts():
 
     x = torch.arange(6.0).repeat_interleave(2)[:, None, None, None].expand(-1, 3, 4, 4) / 6 + 1 / 36
     y = torch.arange(6).repeat_interleave(2)
-    attack = bim(
-        0.5, units="standardised", steps=5
-    )  # moves the mean by up to half a class: to the edge and over it
+    attack = bim(0.5, units="standardised", steps=5)  # moves the mean by up to half a class: to the edge and over it
     models = {"a": bright(), "b": bright()}
 
     def batches():
@@ -643,15 +600,11 @@ def test_images_of_a_folder(tmp_path):
     assert torch.allclose(x[:, 0].mean((1, 2)), 50 * y / 255, atol=1e-6)
     some = [
         torch.cat(t)
-        for t in zip(
-            *imagenet.image_batches(tmp_path, limit=7, batch_size=5, resize=32, crop=24), strict=True
-        )
+        for t in zip(*imagenet.image_batches(tmp_path, limit=7, batch_size=5, resize=32, crop=24), strict=True)
     ]
     again = [
         torch.cat(t)
-        for t in zip(
-            *imagenet.image_batches(tmp_path, limit=7, batch_size=3, resize=32, crop=24), strict=True
-        )
+        for t in zip(*imagenet.image_batches(tmp_path, limit=7, batch_size=3, resize=32, crop=24), strict=True)
     ]
     assert len(some[1]) == 7 and torch.equal(some[1], again[1]) and torch.equal(some[0], again[0])
     with pytest.raises(LabError, match="class folders"):
@@ -676,11 +629,7 @@ def test_tables_5_and_10_at_the_papers_scale_on_local_weights(tmp_path, monkeypa
     for table, number in ((5, 11), (10, 8)):
         asked.clear()
         outcome = reproduce.run(
-            f"vulnerability-table{table}",
-            tmp_path / str(table),
-            full=True,
-            images=tmp_path / "val",
-            device="cpu",
+            f"vulnerability-table{table}", tmp_path / str(table), full=True, images=tmp_path / "val", device="cpu"
         )
         assert len(asked) == number and "vgg19_bn" in asked
         rows = [r for c in outcome.comparisons for r in c.rows]
@@ -706,8 +655,6 @@ def test_entries_of_one_folder_leave_each_other_s_files_alone(tmp_path, monkeypa
         found = reproduce.run(name, tmp_path, device="cpu")
         assert f"of {name}" in found.figures[0].with_suffix(".svg").read_text()
     stems = {"sizes": ("svg", "png"), "comparison": ("json",), "report": ("html",)}
-    expected = {
-        f"{stem}{own}.{kind}" for stem, kinds in stems.items() for kind in kinds for own in ("", "-two")
-    }
+    expected = {f"{stem}{own}.{kind}" for stem, kinds in stems.items() for kind in kinds for own in ("", "-two")}
     assert {p.name for p in tmp_path.iterdir()} == expected
     assert "of one" in (tmp_path / "sizes.svg").read_text()

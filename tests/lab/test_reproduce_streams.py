@@ -69,8 +69,7 @@ def titles_only(results, path, *, comparisons, **more):
 
 def test_every_entry_is_there():
     weak = {
-        f"weak-augment-{k}"
-        for k in ("table1", "table2", "table3", "table4", "table5", "norms", "fig3", "fig4", "fig5")
+        f"weak-augment-{k}" for k in ("table1", "table2", "table3", "table4", "table5", "norms", "fig3", "fig4", "fig5")
     }
     others = {"sandwich-table3", "sandwich-table4", "switchable-table2"}
     assert weak | others | {f"batch-group-table{k}" for k in (1, 2, 5)} <= set(ENTRIES)
@@ -93,9 +92,7 @@ def test_entry_runs(name, shelf, monkeypatch, read_without_weights):
     assert rows and all(math.isfinite(r.mean) and r.n == 1 for r in rows)
     assert all(c.rows for c in outcome.comparisons)
     assert outcome.report
-    stored = json.loads(
-        (folder / outcome.report.name.replace("report", "comparison")).with_suffix(".json").read_text()
-    )
+    stored = json.loads((folder / outcome.report.name.replace("report", "comparison")).with_suffix(".json").read_text())
     assert stored["name"] == name and len(stored["comparisons"]) == len(outcome.comparisons)
     assert outcome.results and all(run.folder.exists() for run in outcome.results.runs)
     assert read_without_weights(name, folder).comparisons == outcome.comparisons
@@ -138,9 +135,7 @@ def test_settings_of_the_papers_scale(name, tmp_path, monkeypatch):
 def test_trainings_are_shared_between_entries_in_one_folder(tmp_path):
     ctx = Context(tmp_path, "full")
     weak = common.base(ctx).with_(**common.case_of("cutout", "randaugment"))
-    again = common.base(ctx).with_(
-        **common.case_of("cutout", "randaugment"), data="cifar10", model="wrn-28-2"
-    )
+    again = common.base(ctx).with_(**common.case_of("cutout", "randaugment"), data="cifar10", model="wrn-28-2")
     assert weak.digest() == again.digest()  # Tables 1 to 4 and Figures 3 to 5 have one Weak Augment
 
 
@@ -174,9 +169,7 @@ def test_parts():
 
 def test_a_part_of_figure_3_is_computed_where_the_rest_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
-    outcome = reproduce.run(
-        "weak-augment-fig3", tmp_path, scale="smoke", device="cpu", seeds=2, only={"norm": "batch"}
-    )
+    outcome = reproduce.run("weak-augment-fig3", tmp_path, scale="smoke", device="cpu", seeds=2, only={"norm": "batch"})
     assert outcome.results and {run.settings.norm for run in outcome.results.runs} == {"batch"}
     between, others, _ = outcome.comparisons
     assert not between.rows and "2 cells are not there yet" in between.note  # Weak Augment of two seeds
@@ -210,12 +203,7 @@ def test_figures_over_frequencies_are_of_all_seeds(name, tmp_path, monkeypatch):
     assert {r.n for r in outcome.comparisons[0].rows} == {2}
     assert outcome.results
     if name == "weak-augment-fig4":
-        grids = [
-            r["grid"]["values"]
-            for run in outcome.results.runs
-            for r in run.records
-            if r.get("branch") == "main"
-        ]
+        grids = [r["grid"]["values"] for run in outcome.results.runs for r in run.records if r.get("branch") == "main"]
         a, b = (torch.tensor(g) for g in grids)
         assert torch.allclose(torch.tensor(drawn["main"]), (a + b) / 2) and not torch.equal(a, b)
 
@@ -236,9 +224,7 @@ def test_notes_say_what_a_table_cannot(name, told, scale, tmp_path, monkeypatch)
     monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     note = reproduce.run(name, tmp_path, scale=scale, device="cpu").comparisons[0].note
     assert told in note
-    assert (
-        "steps of" in note if name in ("sandwich-table4", "batch-group-table5") else "learning rate" in note
-    )
+    assert "steps of" in note if name in ("sandwich-table4", "batch-group-table5") else "learning rate" in note
 
 
 def test_pictures_of_curves_can_be_read():

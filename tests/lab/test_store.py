@@ -162,14 +162,10 @@ def test_only_one_process_works_in_a_folder(tmp_path):
 
 text = st.text(max_size=8)
 scalars = st.one_of(st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False), text)
-values = st.one_of(
-    scalars, st.lists(scalars, max_size=3), st.dictionaries(text, scalars, min_size=1, max_size=3)
-)
+values = st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(text, scalars, min_size=1, max_size=3))
 
 
-@hypothesis_settings(
-    deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # a busy machine is not a fault
+@hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is not a fault
 @given(st.dictionaries(text, values, max_size=4))
 def test_toml_reads_back_as_written(values):
     assert tomllib.loads(toml.dumps(values)) == values
@@ -248,19 +244,8 @@ def test_an_unknown_key_in_a_file_is_refused_with_the_nearest(tmp_path):
 
 def test_values_of_the_command_line():
     parse = settings_module.parse
-    assert parse("options", "place=after+k=2+x=0.5+y=true") == (
-        ("place", "after"),
-        ("k", 2),
-        ("x", 0.5),
-        ("y", True),
-    )
+    assert parse("options", "place=after+k=2+x=0.5+y=true") == (("place", "after"), ("k", 2), ("x", 0.5), ("y", True))
     assert parse("nesterov", "no") is False and parse("norm", " group(8) ") == "group(8)"
-    for name, text in (
-        ("epochs", "x"),
-        ("lr", ""),
-        ("nesterov", "maybe"),
-        ("milestones", "a+b"),
-        ("options", "a"),
-    ):
+    for name, text in (("epochs", "x"), ("lr", ""), ("nesterov", "maybe"), ("milestones", "a+b"), ("options", "a")):
         with pytest.raises(LabError, match=f"{name} cannot be"):
             parse(name, text)

@@ -90,8 +90,7 @@ def stepped(model: nn.Module, streams, parts) -> dict[str, torch.Tensor]:
 def test_one_mixed_forward_has_the_numbers_of_two(data, norm):
     parts = parts_of(data)
     two, one = (
-        stepped(net(data, norm), two_streams(main="identity", aux=noisy, forward=how), parts)
-        for how in ("two", "one")
+        stepped(net(data, norm), two_streams(main="identity", aux=noisy, forward=how), parts) for how in ("two", "one")
     )
     assert two.keys() == one.keys()
     for name, value in two.items():
@@ -146,9 +145,7 @@ def test_labels_that_are_mixed(data):
 # Attacks through the stream's own branch --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("how", "aux_batches"), [("mode=train, update=true", 4), ("mode=train", 1), ("mode=eval", 1)]
-)
+@pytest.mark.parametrize(("how", "aux_batches"), [("mode=train, update=true", 4), ("mode=train", 1), ("mode=eval", 1)])
 def test_attacks_move_the_statistics_of_their_own_branch_at_most(data, how, aux_batches):
     streams = streams_of(f"streams(main=identity, aux=pgd(eps=0.1, units=pixels, steps=3, {how}))")
     model, alone = (build("small", data, "auxiliary", seed=0, width=4) for _ in range(2))
@@ -213,18 +210,9 @@ def test_training_is_taken_up_where_it_was(data, tmp_path):
     history, resumed = run(tmp_path / "a")
     straight, other = run(None)
     for a, b in zip(history.epochs, straight.epochs, strict=True):
-        assert {k: v for k, v in a.items() if k != "seconds"} == {
-            k: v for k, v in b.items() if k != "seconds"
-        }
+        assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
     assert all(torch.equal(v, other.state_dict()[k]) for k, v in resumed.state_dict().items())
-    logged = {
-        "main_loss",
-        "aux_loss",
-        "test_loss",
-        "aux_test_loss",
-        "attacked_test_loss",
-        "attacked_accuracy",
-    }
+    logged = {"main_loss", "aux_loss", "test_loss", "aux_test_loss", "attacked_test_loss", "attacked_accuracy"}
     assert logged <= history.epochs[-1].keys()
 
 
@@ -294,18 +282,7 @@ def test_recipe_from_the_command_line(tmp_path, capsys):
         "--data",
         "digits",
     ]
-    main_arguments += [
-        "--epochs",
-        "1",
-        "--train-size",
-        "64",
-        "--test-size",
-        "32",
-        "--width",
-        "4",
-        "--device",
-        "cpu",
-    ]
+    main_arguments += ["--epochs", "1", "--train-size", "64", "--test-size", "32", "--width", "4", "--device", "cpu"]
     main_arguments += ["--measure", "between(weights=[0, 0.5, 1]),clean(branch=aux)"]
     with pytest.raises(SystemExit) as end:
         main(main_arguments)
@@ -389,15 +366,10 @@ def test_curve_between_the_branches(data):
         assert record["curve"]["y"] == pytest.approx([main, middle, aux])
         assert record["at"] == {"main": [main], "half": [middle], "aux": [aux]}
     some = "names=[gaussian_noise, contrast], severities=[1, 5]"
-    separate = measure(
-        model, data, [f"corruptions({some}, {b})" for b in ("branch=main", "mix=0.5", "branch=aux")]
-    )
+    separate = measure(model, data, [f"corruptions({some}, {b})" for b in ("branch=main", "mix=0.5", "branch=aux")])
     (curve,) = measure(model, data, [f"between-corruptions({some}, weights=[0, 0.5, 1])"])
     assert curve["curve"]["y"] == pytest.approx([100 - r["accuracy"] for r in separate])
-    assert (
-        "25 " not in curve["title"]
-        and parse("between-corruptions").arguments(data)["names"][0] == "gaussian_noise"
-    )
+    assert "25 " not in curve["title"] and parse("between-corruptions").arguments(data)["names"][0] == "gaussian_noise"
 
 
 def test_branches_of_other_names_are_mixed_by_their_own(data):
@@ -406,9 +378,7 @@ def test_branches_of_other_names_are_mixed_by_their_own(data):
         model, data, ["clean(branch=a)", "clean(branch=b)", "clean(mix=0.5)", "between(weights=[0, 0.5, 1])"]
     )
     assert between["at"] == {n: [r["accuracy"]] for n, r in (("a", a), ("half", half), ("b", b))}
-    assert (
-        between["title"] == "probabilities between a and b" and half["title"] == "clean a and b mixed by 0.5"
-    )
+    assert between["title"] == "probabilities between a and b" and half["title"] == "clean a and b mixed by 0.5"
     assert between["curve"]["x_label"] == "weight of b"
     three = build("small", data, 'auxiliary(branches=("a", "b", "c"))', seed=0, width=4)
     with pytest.raises(LabError, match="of two branches, and this model has a, b and c"):
@@ -427,9 +397,7 @@ def test_between_the_branches_and_over_frequencies_more_guesses_count(data):
 def test_affinity_of_an_augmentation(data):
     """Digits lose their class under strong noise and keep it under none."""
     model = trained(data)
-    none, strong = measure(
-        model, data, ["affinity(augmentation=identity)", "affinity(augmentation=gaussian(std=0.8))"]
-    )
+    none, strong = measure(model, data, ["affinity(augmentation=identity)", "affinity(augmentation=gaussian(std=0.8))"])
     assert none["scalars"]["affinity"] == 0 and strong["scalars"]["affinity"] < -5
     assert strong["title"] == "augmented by gaussian(std=0.8)"
     for text, said in (("mixup", "two classes"), ("cutuot", "no augmentation 'cutuot'")):
@@ -493,18 +461,12 @@ def test_bad_recipes_are_refused_in_a_sentence(data, text, norm, said):
     [
         (lambda x, y, data, draw: None, "the stream aux made NoneType; a maker returns as many images"),
         (None, "the stream aux is made by None; expected the text of an augmentation or attack"),
-        (
-            lambda x, y, data, draw: x[1:],
-            "the stream aux was given images [160, 1, 8, 8] and made [159, 1, 8, 8]",
-        ),
+        (lambda x, y, data, draw: x[1:], "the stream aux was given images [160, 1, 8, 8] and made [159, 1, 8, 8]"),
         (lambda x, y, data, draw: (x, y[1:], None, None), "with 159 labels"),
         (lambda x, y, data, draw: x.float(), "made pixels from 0 to 255; expected floats in [0, 1]"),
         (lambda x, y, data, draw: x / 255 - 0.5, "made pixels from -0.5 to 0.5"),
         (lambda x, y, data, draw: x.long(), "made images of torch.int64"),
-        (
-            lambda x: x,
-            "the stream aux is made by <lambda>, which does not take images, labels, data and generator",
-        ),
+        (lambda x: x, "the stream aux is made by <lambda>, which does not take images, labels, data and generator"),
         (nn.Flatten(), "the stream aux is made by Flatten, which does not take images"),
         ("pgdd(eps=0.1)", "no augmentation or attack 'pgdd' to make the stream aux; did you mean 'pgd'?"),
     ],
@@ -519,9 +481,7 @@ def test_bad_makers_are_refused_in_a_sentence(data, maker, said):
 def own_net(branches=("main", "aux"), outputs: int = 10) -> nn.Module:
     """A network of a user's own, which does not say by what it standardises."""
     torch.manual_seed(0)
-    plain = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, outputs)
-    )
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, outputs))
     return convert(plain, "auxiliary", branches=branches)
 
 
@@ -558,34 +518,16 @@ def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
         (lambda: loss(x, source=(x, y)), "loss() takes normlab.lab.Data; got tuple"),
         (lambda: loss(x, draw=0), "the draws of makers need a torch.Generator; got int"),
         (lambda: loss(x, labels=y[1:]), "a batch has 8 images and 7 labels"),
-        (
-            lambda: loss(x, labels=y.float()),
-            "whole numbers, int64; got torch.float32; y.long() makes them so",
-        ),
+        (lambda: loss(x, labels=y.float()), "whole numbers, int64; got torch.float32; y.long() makes them so"),
         (lambda: loss(x, labels=y + 5), "and digits has 10 classes; expected labels from 0 to 9"),
-        (
-            lambda: loss(x[0]),
-            "the images of a batch are [N, C, H, W] and their labels [N]; got [1, 8, 8] and [8]",
-        ),
+        (lambda: loss(x[0]), "the images of a batch are [N, C, H, W] and their labels [N]; got [1, 8, 8] and [8]"),
         (lambda: loss(x.numpy()), "their labels are tensors; got ndarray and Tensor"),
         (lambda: loss(x, nn.Linear(2, 2)), "Linear has no separated layers for the streams main and aux"),
-        (
-            lambda: loss(x, own_net(("main", "adv"))),
-            "by the norm auxiliary(branches=['main', 'aux']), convert(mo",
-        ),
+        (lambda: loss(x, own_net(("main", "adv"))), "by the norm auxiliary(branches=['main', 'aux']), convert(mo"),
         (lambda: loss(x, own_net(outputs=3)), "Sequential has 3 outputs, but digits has 10 classes"),
-        (
-            lambda: two_streams(main="identity", aux="cutout", separated=cast(Any, "false")),
-            "is True or False",
-        ),
-        (
-            lambda: recipe("streams(main=flip, aux=cutout, seperated=false)"),
-            "Is seperated meant as forward or",
-        ),
-        (
-            lambda: recipe("streams(flip, cutout)"),
-            "two values without a name, flip and cutout; write name=value",
-        ),
+        (lambda: two_streams(main="identity", aux="cutout", separated=cast(Any, "false")), "is True or False"),
+        (lambda: recipe("streams(main=flip, aux=cutout, seperated=false)"), "Is seperated meant as forward or"),
+        (lambda: recipe("streams(flip, cutout)"), "two values without a name, flip and cutout; write name=value"),
     ):
         with pytest.raises(LabError) as error:
             call()
@@ -617,9 +559,7 @@ def test_weights_of_ones_own_network_are_found_again(data, tmp_path):
     fit(own_net(), data, Settings(epochs=1, data="digits"), recipe=streams, folder=tmp_path)
     with pytest.raises(LabError, match=r"where fit\(\) trained one of your own, load them into it"):
         load_model(tmp_path)
-    with pytest.raises(
-        LabError, match=r"other settings \(epochs was 1 and is 2 now\); choose another folder"
-    ):
+    with pytest.raises(LabError, match=r"other settings \(epochs was 1 and is 2 now\); choose another folder"):
         fit(own_net(), data, Settings(epochs=2, data="digits"), recipe=streams, folder=tmp_path)
     with pytest.raises(LabError, match=r"Settings\(recipe='streams\(main=flip, aux=cutout\)'\)"):
         fit(own_net(), data, Settings(), recipe=cast(Any, "streams(main=flip, aux=cutout)"))
@@ -627,10 +567,7 @@ def test_weights_of_ones_own_network_are_found_again(data, tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [
-        ({"augment": False}, "write main=identity"),
-        ({"ema": 0.9}, "averaged weights (ema) have no statistics"),
-    ],
+    [({"augment": False}, "write main=identity"), ({"ema": 0.9}, "averaged weights (ema) have no statistics")],
 )
 def test_settings_that_do_not_go_with_streams(data, values, said):
     with pytest.raises(LabError) as error:
@@ -640,11 +577,7 @@ def test_settings_that_do_not_go_with_streams(data, values, said):
 
 def test_a_model_without_branches_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(LabError, match="norm batch: Classifier has no separated layers"):
-        train(
-            Settings(data="digits", recipe="streams(main=identity, aux=standard)"),
-            tmp_path / "run",
-            device="cpu",
-        )
+        train(Settings(data="digits", recipe="streams(main=identity, aux=standard)"), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 
 
@@ -669,15 +602,11 @@ def test_a_folder_keeps_to_the_recipe_that_it_began_with(data, tmp_path):
     def go(noise: Any) -> Any:
         model = build("small", data, "auxiliary", seed=0, width=4)
         settings = Settings(data="digits", norm="auxiliary", epochs=1)
-        return fit(
-            model, data, settings, recipe=two_streams(main="identity", aux=noise), folder=tmp_path
-        ).epochs
+        return fit(model, data, settings, recipe=two_streams(main="identity", aux=noise), folder=tmp_path).epochs
 
     first = go("gaussian(std=0.1)")
     assert go("gaussian(std=0.1)") == first
-    with pytest.raises(
-        LabError, match=r"aux=gaussian\(std=0.1\)\) and not with streams\(main=identity, aux=<function"
-    ):
+    with pytest.raises(LabError, match=r"aux=gaussian\(std=0.1\)\) and not with streams\(main=identity, aux=<function"):
         go(noisy)
     (tmp_path / "last.safetensors").unlink()
     with pytest.raises(LabError, match="choose another folder"):
@@ -689,9 +618,7 @@ def test_data_that_do_not_fit_together_are_refused(data):
         replace(data, train=Images(data.train.x, data.train.y[:5]))
     with pytest.raises(LabError, match="a std of 2 values"):
         replace(data, std=(0.1, 0.2))
-    with pytest.raises(
-        LabError, match="training images of digits have labels from 1 to 10, and there are 10 classes"
-    ):
+    with pytest.raises(LabError, match="training images of digits have labels from 1 to 10, and there are 10 classes"):
         replace(data, train=Images(data.train.x, data.train.y + 1))
     with pytest.raises(LabError, match=r"whole numbers, int64; got torch.int32; y.long\(\)"):
         replace(data, test=Images(data.test.x, data.test.y.int()))
@@ -741,12 +668,7 @@ def test_texts():
     made = parse_adversary(
         "pgd(eps=8/255, units=pixels, steps=7, step=eps/4, clip_start=false, mode=train, update=true)"
     )
-    assert (
-        made.attack.step == pytest.approx(2 / 255)
-        and not made.attack.clip_start
-        and made.training
-        and made.update
-    )
+    assert made.attack.step == pytest.approx(2 / 255) and not made.attack.clip_start and made.training and made.update
     assert isinstance(recipe("adversarial(eps=0.1, units=pixels, kind=bim)"), Adversarial)
     with pytest.raises(LabError, match="no name"):
         parse_maker("  ")

@@ -22,15 +22,7 @@ from normlab.lab.grid import DEFAULT, default_folder, make_study
 from processes import filled_once
 
 TINY = Settings(
-    data="digits",
-    model="mlp",
-    depth=2,
-    width=8,
-    epochs=2,
-    batch_size=50,
-    train_size=200,
-    test_size=100,
-    lr=0.1,
+    data="digits", model="mlp", depth=2, width=8, epochs=2, batch_size=50, train_size=200, test_size=100, lr=0.1
 )
 AXES = {"norm": ["none", "batch"], "seed": [0, 1]}
 
@@ -109,9 +101,7 @@ def test_a_study_is_text_both_ways(finished, tmp_path):
     (tmp_path / "a.toml").write_text('[axes]\noptions = [{init = "he"}, {}]\n')
     assert [s.options for s in Study.read(tmp_path / "a.toml").grid()] == [(("init", "he"),), ()]
     run = Study.read(finished.runs[0].folder / "settings.toml")
-    assert (
-        run.base == finished.runs[0].settings and run.axes == {} and run.measurements == DEFAULT.measurements
-    )
+    assert run.base == finished.runs[0].settings and run.axes == {} and run.measurements == DEFAULT.measurements
 
 
 @pytest.mark.usefixtures("one_at_a_time")
@@ -148,9 +138,7 @@ def test_training_again_for_a_new_measurement_is_said(finished, tmp_path):
         weights.unlink()
     before = accuracies(folder)
     run_study(asked, progress=Teller())
-    assert (
-        len(notes) == 1 and "its weights are gone" in notes[0] and "trained again to measure fgsm" in notes[0]
-    )
+    assert len(notes) == 1 and "its weights are gone" in notes[0] and "trained again to measure fgsm" in notes[0]
     assert before.items() <= accuracies(folder).items()
     again = tiny(folder, {"norm": ["batch"], "seed": [0]}, ("clean", "fgsm", "noise"))
     run_study(again, progress=Teller())
@@ -320,9 +308,7 @@ run_study(tiny(Path({str(folder)!r})))
 @pytest.mark.usefixtures("one_at_a_time")
 def test_a_notebook_needs_a_few_lines(tmp_path, capsys):
     small = {"data": "digits", "model": "linear", "epochs": 1, "train_size": 200, "test_size": 100}
-    results = lab.compare(
-        ["none"], out=tmp_path / "a", measure=["clean"], seeds=2, batch_size=[50, 100], **small
-    )
+    results = lab.compare(["none"], out=tmp_path / "a", measure=["clean"], seeds=2, batch_size=[50, 100], **small)
     assert [row.n for row in results.table("clean")] == [2, 2]
     results.show()
     shown = capsys.readouterr().out
@@ -340,15 +326,7 @@ def test_the_default_folder_is_one_for_each_setting():
 
     assert folder() == folder(norms=["batch", "none"], seeds=3)
     assert (
-        len(
-            {
-                folder(),
-                folder(epochs=9),
-                folder(batch_size=[1, 2]),
-                folder(batch_size=[1, 3]),
-                folder(data="digits"),
-            }
-        )
+        len({folder(), folder(epochs=9), folder(batch_size=[1, 2]), folder(batch_size=[1, 3]), folder(data="digits")})
         == 5
     )
     assert str(folder()).startswith("runs") and default_folder(DEFAULT) == folder()
@@ -357,9 +335,7 @@ def test_the_default_folder_is_one_for_each_setting():
 def test_one_run_in_a_folder_of_its_own(tmp_path):
     run = lab.train(replace(TINY, norm="switchable"), tmp_path / "run", measure=["clean"])
     assert [r["measurement"] for r in run.records] == ["clean"] and len(run.history) == 2
-    again = lab.train(
-        replace(TINY, norm="switchable"), tmp_path / "run", measure=["clean"], progress=Forbidden()
-    )
+    again = lab.train(replace(TINY, norm="switchable"), tmp_path / "run", measure=["clean"], progress=Forbidden())
     assert again == run
     with pytest.raises(LabError, match=r"lr was 0\.1 and is 0\.5 now"):
         lab.train(replace(TINY, norm="switchable", lr=0.5), tmp_path / "run")

@@ -147,9 +147,7 @@ def test_processes_that_share_a_gpu_have_a_daemon_for_as_long(tmp_path, control,
     start, *questions, end = asked()
     assert start.startswith("start ") and questions == ["get_server_list"] and end == "quit -t 5"
     assert not os.path.exists(start.split()[1])
-    assert watch.notes == (
-        [] if serves else ["CUDA's MPS took no process in, so they take turns on the GPU."]
-    )
+    assert watch.notes == ([] if serves else ["CUDA's MPS took no process in, so they take turns on the GPU."])
 
 
 def test_without_mps_processes_take_turns_and_are_told_so(tmp_path, control, monkeypatch):
@@ -221,10 +219,7 @@ def test_the_last_cell_that_is_left_has_the_numbers_it_would_have_had(tmp_path):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (
-            "import os; os.write(1, b'hello\\n12\\n')",
-            None,
-        ),  # a library that prints, where the lines of a worker go
+        ("import os; os.write(1, b'hello\\n12\\n')", None),  # a library that prints, where the lines of a worker go
         (
             "import sys\nif 'normlab.lab.workers' in ' '.join(sys.orig_argv):\n import torch, normlab.lab.study as s\n"
             " def full(*_): raise torch.OutOfMemoryError('tried to allocate')\n s.build_model = full",

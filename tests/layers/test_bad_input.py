@@ -108,44 +108,16 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "2d given a sequence": (
         lambda: BatchNorm2d(6)(x(4, 6, 5)),
         V,
-        [
-            "BatchNorm2d takes [N, C, H, W]",
-            "3 dimensions, [4, 6, 5]",
-            "use BatchNorm1d for [N, C] or [N, C, L]",
-        ],
+        ["BatchNorm2d takes [N, C, H, W]", "3 dimensions, [4, 6, 5]", "use BatchNorm1d for [N, C] or [N, C, L]"],
     ),
-    "1d given images": (
-        lambda: SwitchNorm1d(6)(x()),
-        V,
-        ["[N, C] or [N, C, L]", "[4, 6, 5, 5]", "use SwitchNorm2d"],
-    ),
-    "3d given images": (
-        lambda: GroupNorm3d(2, 6)(x()),
-        V,
-        ["[N, C, T, H, W]", "use GroupNorm2d for [N, C, H, W]"],
-    ),
+    "1d given images": (lambda: SwitchNorm1d(6)(x()), V, ["[N, C] or [N, C, L]", "[4, 6, 5, 5]", "use SwitchNorm2d"]),
+    "3d given images": (lambda: GroupNorm3d(2, 6)(x()), V, ["[N, C, T, H, W]", "use GroupNorm2d for [N, C, H, W]"]),
     "2d given volumes": (lambda: LayerNorm2d(6)(x(2, 6, 2, 2, 2)), V, ["5 dimensions", "use LayerNorm3d"]),
-    "one image without a batch": (
-        lambda: BatchNorm2d(6)(x(6, 5, 5)),
-        V,
-        ["[6, 5, 5]", "one sample", "x.unsqueeze(0)"],
-    ),
-    "one vector without a batch": (
-        lambda: Norm(6)(x(6)),
-        V,
-        ["Norm takes [N, C, *S]", "[6]", "x.unsqueeze(0)"],
-    ),
-    "six dimensions": (
-        lambda: Norm2d(6)(x(1, 1, 6, 1, 1, 1)),
-        V,
-        ["Norm2d takes [N, C, H, W]", "6 dimensions"],
-    ),
+    "one image without a batch": (lambda: BatchNorm2d(6)(x(6, 5, 5)), V, ["[6, 5, 5]", "one sample", "x.unsqueeze(0)"]),
+    "one vector without a batch": (lambda: Norm(6)(x(6)), V, ["Norm takes [N, C, *S]", "[6]", "x.unsqueeze(0)"]),
+    "six dimensions": (lambda: Norm2d(6)(x(1, 1, 6, 1, 1, 1)), V, ["Norm2d takes [N, C, H, W]", "6 dimensions"]),
     "a user's class": (lambda: Own(6)(x(4, 6)), V, ["Own takes [N, C, H, W]", "2 dimensions, [4, 6]"]),
-    "channels": (
-        lambda: BatchNorm2d(6)(x(4, 5, 7, 7)),
-        V,
-        ["BatchNorm2d has 6 channels", "got 5 in [4, 5, 7, 7]"],
-    ),
+    "channels": (lambda: BatchNorm2d(6)(x(4, 5, 7, 7)), V, ["BatchNorm2d has 6 channels", "got 5 in [4, 5, 7, 7]"]),
     "channels last": (
         lambda: BatchNorm2d(6)(x(4, 5, 5, 6)),
         V,
@@ -176,11 +148,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "groups": (lambda: GroupNorm2d(4, 6), V, ["6 channels", "4 equal groups", "[1, 2, 3, 6]"]),
     "no group": (lambda: GroupNorm2d(0, 6), V, ["groups is 0", "at least 1"]),
     "no batch group": (lambda: BatchGroupNorm2d(6, 0), V, ["groups is 0", "at least 1"]),
-    "groups of weights": (
-        lambda: SwitchNorm2d(6, groups=4),
-        V,
-        ["6 channels", "4 groups of weights", "[1, 2, 3, 6]"],
-    ),
+    "groups of weights": (lambda: SwitchNorm2d(6, groups=4), V, ["6 channels", "4 groups of weights", "[1, 2, 3, 6]"]),
     "no mode": (lambda: ModeNorm2d(6, 0), V, ["num_modes is 0", "at least 1"]),
     "renorm bounds": (lambda: BatchRenorm2d(6, r_max=0.5), V, ["r_max must be at least 1", "got 0.5"]),
     "kalman gain": (lambda: KalmanNorm2d(6, 1.5), V, ["gain is 1.5", "between 0 and 1"]),
@@ -191,16 +159,8 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     ),
     "keys": (lambda: InstanceLevelMetaNorm2d(24), V, ["key_size=16", "24 channels", "key_size that divides"]),
     "no key": (lambda: InstanceLevelMetaNorm2d(32, key_size=0), V, ["key_size is 0", "at least 1"]),
-    "last_gamma": (
-        lambda: SwitchNorm2d(6, affine=False, last_gamma=True),
-        V,
-        ["last_gamma=True", "needs affine=True"],
-    ),
-    "radius above one": (
-        lambda: SparseSwitchNorm2d(6).set_radius(1.5),
-        V,
-        ["radius is 1.5", "between 0 and 1"],
-    ),
+    "last_gamma": (lambda: SwitchNorm2d(6, affine=False, last_gamma=True), V, ["last_gamma=True", "needs affine=True"]),
+    "radius above one": (lambda: SparseSwitchNorm2d(6).set_radius(1.5), V, ["radius is 1.5", "between 0 and 1"]),
     "negative radius": (
         lambda: set_radius(nn.Sequential(SparseSwitchNorm2d(6)), -0.5),
         V,
@@ -221,11 +181,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "modes": (lambda: Norm2d(6, "modes(x)"), V, ["'modes(x)'", "num_modes is an integer", "'x'"]),
     "statistics of another kind": (lambda: Norm2d(6, 3), T, ["a name such as 'batch'", "got int"]),  # type: ignore[arg-type]
     "pool": (lambda: SwitchNorm2d(6, ("bacth", "layer")), V, ["no pool 'bacth'", "did you mean 'batch'"]),
-    "pool without its number": (
-        lambda: Norm2d(6, "group"),
-        V,
-        ["'group' needs its number of groups", "'group(32)'"],
-    ),
+    "pool without its number": (lambda: Norm2d(6, "group"), V, ["'group' needs its number of groups", "'group(32)'"]),
     "pool with a number": (lambda: Norm2d(6, "batch(3)"), V, ["no pool 'batch(3)'", "did you mean 'batch'"]),
     "pool of another kind": (lambda: SwitchNorm2d(6, (3,)), T, ["a pool is a name", "got 3"]),  # type: ignore[arg-type]
     "pools as one name": (
@@ -240,11 +196,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     ),
     "no pool": (lambda: SwitchNorm2d(6, ()), V, ["at least one pool", "('instance', 'layer', 'batch')"]),
     "a pool twice": (lambda: Norm2d(6, ("batch", "batch")), V, ["may stand once", "batch, batch"]),
-    "affine": (
-        lambda: Norm2d(6, affine="sandwhich"),
-        V,
-        ["no affine map 'sandwhich'", "did you mean 'sandwich'"],
-    ),
+    "affine": (lambda: Norm2d(6, affine="sandwhich"), V, ["no affine map 'sandwhich'", "did you mean 'sandwich'"]),
     "affine term": (
         lambda: Norm2d(6, affine=("shared", "clas"), num_classes=3),
         V,
@@ -255,28 +207,16 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         V,
         ["may stand once", "('shared', 'shared')"],
     ),
-    "predicted first": (
-        lambda: Norm2d(32, affine=("predicted", "shared")),
-        V,
-        ["'predicted'", "must be last"],
-    ),
+    "predicted first": (lambda: Norm2d(32, affine=("predicted", "shared")), V, ["'predicted'", "must be last"]),
     "affine of another kind": (lambda: Norm2d(6, affine=3), T, ["a name such as 'shared'", "got 3"]),  # type: ignore[arg-type]
     "affine without classes": (lambda: Norm2d(6, affine="class"), V, ["each class", "num_classes=..."]),
-    "affine without branches": (
-        lambda: Norm2d(6, affine="branch"),
-        V,
-        ["each branch", 'branches=("main", "aux")'],
-    ),
+    "affine without branches": (lambda: Norm2d(6, affine="branch"), V, ["each branch", 'branches=("main", "aux")']),
     "sandwich of nothing": (
         lambda: Norm2d(6, affine="sandwich"),
         V,
         ["'sandwich'", "num_classes=...", "branches=(...)"],
     ),
-    "predicted for runs": (
-        lambda: InstanceLevelMetaNorm2d(32, "batch_group(4)"),
-        V,
-        ["whole channels", "instance"],
-    ),
+    "predicted for runs": (lambda: InstanceLevelMetaNorm2d(32, "batch_group(4)"), V, ["whole channels", "instance"]),
     "target": (
         lambda: convert(nn.Sequential(nn.BatchNorm2d(6)), "swichable"),
         V,
@@ -302,11 +242,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         T,
         ["Pair.combine returns Coefficients", "got tuple"],
     ),
-    "an own rule without combine": (
-        lambda: Norm2d(6, NoCombine())(x()),
-        T,
-        ["NoCombine", "combine(statistics"],
-    ),
+    "an own rule without combine": (lambda: Norm2d(6, NoCombine())(x()), T, ["NoCombine", "combine(statistics"]),
     # branches
     "branches as text": (lambda: AuxiliaryBatchNorm2d(6, "main"), T, ['("main", "aux")', "got 'main'"]),
     "branches as a number": (lambda: AuxiliaryBatchNorm2d(6, 2), T, ['("main", "aux")', "got 2"]),  # type: ignore[arg-type]
@@ -315,32 +251,12 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "no branches": (lambda: AuxiliaryBatchNorm2d(6, ()), V, ["at least one", "()"]),
     "branches with dots": (lambda: AuxiliaryBatchNorm2d(6, ("a.b", "c")), V, ["plain words", "a.b"]),
     "branch": (lambda: aux()("auxx"), V, ["no branch 'auxx'", "did you mean 'aux'", "main, aux"]),
-    "branch names": (
-        lambda: aux()(["main", "aus", "main", "aux"]),
-        V,
-        ["no branch 'aus'", "did you mean 'aux'"],
-    ),
+    "branch names": (lambda: aux()(["main", "aus", "main", "aux"]), V, ["no branch 'aus'", "did you mean 'aux'"]),
     "branch as a number": (lambda: aux()(1), T, ["a branch is a name", "got 1", "main and aux"]),
-    "branch names of other length": (
-        lambda: aux()(["main", "aux"]),
-        V,
-        ["shape [2]", "expected [4]", "each sample"],
-    ),
-    "branch indices of other length": (
-        lambda: aux()(torch.zeros(3).long()),
-        V,
-        ["shape [3]", "expected [4]"],
-    ),
-    "branch index out of range": (
-        lambda: aux()(torch.tensor([0, 1, 2, 0])),
-        V,
-        ["0 to 2", "2 branches: main and aux"],
-    ),
-    "branch index of float": (
-        lambda: aux()(torch.zeros(4)),
-        T,
-        ["integers", "torch.float32", "branch.long()"],
-    ),
+    "branch names of other length": (lambda: aux()(["main", "aux"]), V, ["shape [2]", "expected [4]", "each sample"]),
+    "branch indices of other length": (lambda: aux()(torch.zeros(3).long()), V, ["shape [3]", "expected [4]"]),
+    "branch index out of range": (lambda: aux()(torch.tensor([0, 1, 2, 0])), V, ["0 to 2", "2 branches: main and aux"]),
+    "branch index of float": (lambda: aux()(torch.zeros(4)), T, ["integers", "torch.float32", "branch.long()"]),
     "branch missing": (
         lambda: aux()(None),
         V,
@@ -373,42 +289,18 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "labels of float": (lambda: ccbn(torch.zeros(4)), T, ["integers", "torch.float32", "label.long()"]),
     "label of float": (lambda: ccbn(1.0), T, ["an integer or a tensor of integers", "got float"]),
     "label of bool": (lambda: ccbn(True), T, ["an integer or a tensor of integers", "got bool"]),
-    "label as a list": (
-        lambda: ccbn([0, 1, 2, 0]),
-        T,
-        ["a tensor of integers", "got list", "torch.tensor(label)"],
-    ),
-    "labels of other length": (
-        lambda: ccbn(torch.tensor([0, 1])),
-        V,
-        ["shape [2]", "expected [4]", "each sample"],
-    ),
-    "one-hot labels": (
-        lambda: ccbn(torch.zeros(4, 3).long()),
-        V,
-        ["shape [4, 3]", "expected [4]", "label.argmax(1)"],
-    ),
+    "label as a list": (lambda: ccbn([0, 1, 2, 0]), T, ["a tensor of integers", "got list", "torch.tensor(label)"]),
+    "labels of other length": (lambda: ccbn(torch.tensor([0, 1])), V, ["shape [2]", "expected [4]", "each sample"]),
+    "one-hot labels": (lambda: ccbn(torch.zeros(4, 3).long()), V, ["shape [4, 3]", "expected [4]", "label.argmax(1)"]),
     # styles
-    "style missing": (
-        lambda: adain(None),
-        V,
-        ["needs a style", "layer(x, style)", "route(model, style=...)"],
-    ),
-    "style channels": (
-        lambda: adain(x(4, 5, 3, 3)),
-        V,
-        ["shape [4, 5, 3, 3]", "expected features [N, 6, *S]"],
-    ),
+    "style missing": (lambda: adain(None), V, ["needs a style", "layer(x, style)", "route(model, style=...)"]),
+    "style channels": (lambda: adain(x(4, 5, 3, 3)), V, ["shape [4, 5, 3, 3]", "expected features [N, 6, *S]"]),
     "style vectors": (lambda: adain(x(4, 6)), V, ["shape [4, 6]", "expected features [N, 6, *S]"]),
     "style samples": (lambda: adain(x(3, 6, 3, 3)), V, ["style has 3 samples", "content 4", "one for all"]),
     "style of integers": (lambda: adain(x().long()), T, ["floating-point", "torch.int64", "style.float()"]),
     "style of another kind": (lambda: adain("gogh"), T, ["features [N, C, *S] or StyleMoments", "got str"]),
     "style moments": (lambda: adain(StyleMoments(x(4, 5), x(4, 5))), V, ["[N, 6] each", "got [4, 5]"]),
-    "style moments of other samples": (
-        lambda: adain(StyleMoments(x(3, 6), x(3, 6))),
-        V,
-        ["3 samples", "content 4"],
-    ),
+    "style moments of other samples": (lambda: adain(StyleMoments(x(3, 6), x(3, 6))), V, ["3 samples", "content 4"]),
     "kalman prior": (lambda: KalmanNorm2d(6)(x(), (x(5), x(5))), V, ["[6] each", "(5,)"]),
     "kalman prior of one": (lambda: KalmanNorm2d(6)(x(), x(6)), T, ["a mean and a variance", "Tensor"]),  # type: ignore[arg-type]
     "kalman prior of numbers": (lambda: KalmanNorm2d(6)(x(), (0, 1)), V, ["[6] each", "int"]),  # type: ignore[arg-type]
@@ -474,14 +366,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "groups that moved, training": (
         lambda: at_another_resolution(True),
         V,
-        [
-            "at resolution [5, 5]",
-            "given [8, 8]",
-            "4 groups",
-            "6 channels",
-            "divides the channels",
-            "calibrate()",
-        ],
+        ["at resolution [5, 5]", "given [8, 8]", "4 groups", "6 channels", "divides the channels", "calibrate()"],
     ),
     "groups that moved, evaluating": (
         lambda: at_another_resolution(False),
@@ -515,11 +400,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         T,
         ["floating-point tensor [N, C, *S]", "torch.int64", "[2, 6, 3, 3]"],
     ),
-    "a vector to normalize": (
-        lambda: normlab.normalize(x(6), centre),
-        T,
-        ["floating-point tensor [N, C, *S]", "[6]"],
-    ),
+    "a vector to normalize": (lambda: normlab.normalize(x(6), centre), T, ["floating-point tensor [N, C, *S]", "[6]"]),
     "a number as coefficient": (
         lambda: normlab.normalize(x(), lambda m: normlab.Coefficients(0.0, m.var)),  # type: ignore[arg-type]
         T,
@@ -541,11 +422,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         ["the weight has shape [5]", "broadcast against [4, 6]"],
     ),
     "batch of one pixel": (lambda: BatchNorm2d(6)(x(1, 6, 1, 1)), V, ["more than 1 value", "[1, 6, 1, 1]"]),
-    "mixture of one pixel": (
-        lambda: SwitchNorm2d(6)(x(1, 6, 1, 1)),
-        V,
-        ["more than 1 value", "mixture without batch"],
-    ),
+    "mixture of one pixel": (lambda: SwitchNorm2d(6)(x(1, 6, 1, 1)), V, ["more than 1 value", "mixture without batch"]),
     "modes of one vector": (lambda: ModeNorm1d(6)(x(1, 6)), V, ["more than 1 value"]),
     "a branch of one vector": (
         lambda: AuxiliaryBatchNorm1d(6)(x(3, 6), torch.tensor([0, 0, 1])),
@@ -567,11 +444,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         V,
         ["[4, 6, 1, 1]", "one value a statistic", "use layer, group or batch"],
     ),
-    "instances of vectors": (
-        lambda: InstanceNorm1d(6).eval()(x(4, 6)),
-        V,
-        ["[4, 6]", "one value a statistic"],
-    ),
+    "instances of vectors": (lambda: InstanceNorm1d(6).eval()(x(4, 6)), V, ["[4, 6]", "one value a statistic"]),
 }
 
 
@@ -611,9 +484,7 @@ with normlab.backend("triton"):
             print(error)
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert len(lines) == 4
     assert all("on the CPU" in line and "set TRITON_INTERPRET=1" in line for line in lines)

@@ -32,9 +32,7 @@ def gradients(y: Tensor, dy: Tensor, x: Tensor, others: list[Tensor], p: dict[st
     """The gradients of x, of the call's tensors and of the parameters; zero where there is no path."""
     wanted = {"x": x, **{f"given {i}": t for i, t in enumerate(others)}, **p}
     found = torch.autograd.grad(y, list(wanted.values()), dy, allow_unused=True)
-    return {
-        n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), found, strict=True)
-    }
+    return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), found, strict=True)}
 
 
 @pytest.mark.parametrize(("case", "space"), LEGAL, ids=lambda v: v.id if isinstance(v, Case) else v)
@@ -56,10 +54,7 @@ def test_gradients_are_those_of_the_formula(case: Case, space: str, training: bo
 @every
 @modes
 def test_gradients_in_single_precision(case: Case, training: bool):
-    layer, x = (
-        case.build(dtype=torch.float32).train(training),
-        case.input(dtype=torch.float32).requires_grad_(),
-    )
+    layer, x = (case.build(dtype=torch.float32).train(training), case.input(dtype=torch.float32).requires_grad_())
     given, dy = case.give(x), torch.randn_like(x)
     others = leaves(given)
     learned, p = learned_by(layer), values(layer)
@@ -79,9 +74,7 @@ def test_gradients_in_half_precision_round_once(case: Case, dtype: torch.dtype):
     learned, p = learned_by(layer), values(layer)
     wide_x, wide = x.detach().double().requires_grad_(), {k: widen(v) for k, v in given.items()}
     got = gradients(case.call(layer, x, given), dy, x, [], learned)
-    want = gradients(
-        case.expected(p, wide_x, wide, True).y, dy.double(), wide_x, [], {n: p[n] for n in learned}
-    )
+    want = gradients(case.expected(p, wide_x, wide, True).y, dy.double(), wide_x, [], {n: p[n] for n in learned})
     assert got["x"].dtype == dtype
     unit = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(got.pop("x").double(), want.pop("x"), rtol=1.01 * unit, atol=2e-5)
@@ -119,13 +112,9 @@ def small(case: Case) -> Tensor:
 
 
 # The correction of batch renorm is a constant of its gradient by definition: differences see another function.
-DIFFERENTIABLE = [
-    (case, training) for case in CASES for training in (True, False) if case.smooth or not training
-]
+DIFFERENTIABLE = [(case, training) for case in CASES for training in (True, False) if case.smooth or not training]
 smooth = pytest.mark.parametrize(
-    ("case", "training"),
-    DIFFERENTIABLE,
-    ids=lambda v: v.id if isinstance(v, Case) else "train" if v else "eval",
+    ("case", "training"), DIFFERENTIABLE, ids=lambda v: v.id if isinstance(v, Case) else "train" if v else "eval"
 )
 
 
@@ -200,9 +189,7 @@ def test_backward_with_some_inputs_only(case: Case, training: bool):
     inputs = {"x": x, **{f"given {i}": t for i, t in enumerate(leaves(given))}, **learned}
     with normlab.no_update(layer):
         y = case.call(layer, x, given)
-        every_one = dict(
-            zip(inputs, torch.autograd.grad(y, list(inputs.values()), dy, allow_unused=True), strict=True)
-        )
+        every_one = dict(zip(inputs, torch.autograd.grad(y, list(inputs.values()), dy, allow_unused=True), strict=True))
         for name in inputs:
             for chosen in ({name}, inputs.keys() - {name}):
                 for n, t in inputs.items():
@@ -210,9 +197,7 @@ def test_backward_with_some_inputs_only(case: Case, training: bool):
                 y = case.call(layer, x, given)
                 if not any(every_one[n] is not None for n in chosen):
                     continue
-                found = torch.autograd.grad(
-                    y, [inputs[n] for n in inputs if n in chosen], dy, allow_unused=True
-                )
+                found = torch.autograd.grad(y, [inputs[n] for n in inputs if n in chosen], dy, allow_unused=True)
                 mine = dict(zip([n for n in inputs if n in chosen], found, strict=True))
                 assert_near(mine, {n: every_one[n] for n in mine}, 1e-11, f"only {sorted(chosen)}")
 
@@ -225,9 +210,7 @@ def test_several_gradients_at_once(case: Case, training: bool):
     given, dy = case.give(x), torch.randn(3, *x.shape, dtype=x.dtype)
     inputs = {"x": x, **{f"given {i}": t for i, t in enumerate(leaves(given))}, **learned_by(layer)}
     y = case.call(layer, x, given)
-    differentiate = partial(
-        torch.autograd.grad, y, list(inputs.values()), retain_graph=True, allow_unused=True
-    )
+    differentiate = partial(torch.autograd.grad, y, list(inputs.values()), retain_graph=True, allow_unused=True)
     together = dict(zip(inputs, differentiate(dy, is_grads_batched=True), strict=True))
     for k in range(3):
         alone = dict(zip(inputs, differentiate(dy[k]), strict=True))
@@ -329,9 +312,7 @@ def test_a_gradient_in_another_layout_on_large_images(kind: str, last: bool):
     layer = getattr(normlab, kind)(32)
     x, dy = torch.randn(2, 32, 40, 60), torch.randn(2, 32, 40, 60)
     one, other = (
-        (torch.channels_last, torch.contiguous_format)
-        if last
-        else (torch.contiguous_format, torch.channels_last)
+        (torch.channels_last, torch.contiguous_format) if last else (torch.contiguous_format, torch.channels_last)
     )
     x = x.contiguous(memory_format=one).requires_grad_()
     same, swapped = (

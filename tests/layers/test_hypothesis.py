@@ -44,9 +44,7 @@ def cells(draw: st.DrawFn, single_pool: bool = False) -> Drawn:
     terms = tuple(draw(st.lists(st.sampled_from(["shared", "class", "branch"]), max_size=3, unique=True)))
     separated = "branch" in terms
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    x = torch.randn(n, c, *size, dtype=torch.float64) + torch.randn(
-        n, c, *(1,) * len(size), dtype=torch.float64
-    )
+    x = torch.randn(n, c, *size, dtype=torch.float64) + torch.randn(n, c, *(1,) * len(size), dtype=torch.float64)
     branch = torch.randint(0, 2, (n,)) if separated else None
     call: dict[str, Any] = {"label": torch.randint(0, CLASSES, (n,))} if "class" in terms else {}
     if branch is not None:
@@ -112,9 +110,7 @@ def test_the_order_of_samples_does_not_matter(drawn: Drawn, seed: int):
 def test_scale_and_shift_of_the_whole_batch_do_not_matter(drawn: Drawn, scale: float, shift: float):
     """What every pool has in common, with eps aside and every pool taken from the batch."""
     case, _, x, call = drawn
-    x = x[..., None].repeat(*(1,) * x.dim(), 3) + torch.randn(
-        *x.shape, 3, dtype=x.dtype
-    )  # no statistic of one value
+    x = x[..., None].repeat(*(1,) * x.dim(), 3) + torch.randn(*x.shape, 3, dtype=x.dtype)  # no statistic of one value
     assume("batch_group" not in case.formula.says or x.dim() > 2)
     layer = normlab.Norm(*case.args, **case.options, eps=0, track_running_stats=False, dtype=torch.float64)
     assert_near({"y": layer(scale * x + shift, **call).detach()}, {"y": layer(x, **call).detach()}, 1e-6)
@@ -133,9 +129,7 @@ def test_empty_batches_of_any_cell(drawn: Drawn):
     assert all(q.grad is None or not q.grad.any() for q in layer.parameters())
 
 
-logits = st.lists(st.floats(-2, 2), min_size=2, max_size=5).map(
-    lambda z: torch.tensor(z, dtype=torch.float64)
-)
+logits = st.lists(st.floats(-2, 2), min_size=2, max_size=5).map(lambda z: torch.tensor(z, dtype=torch.float64))
 
 
 @given(logits)

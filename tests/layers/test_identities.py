@@ -37,9 +37,7 @@ def scrambled(layer: Any) -> Any:
     return layer
 
 
-def results(
-    layer: nn.Module, x: Tensor, *args: Any, learned: tuple[str, ...] = ("weight", "bias")
-) -> dict[str, Any]:
+def results(layer: nn.Module, x: Tensor, *args: Any, learned: tuple[str, ...] = ("weight", "bias")) -> dict[str, Any]:
     """Output, input gradient and gradients of some parameters, for one cotangent."""
     x = x.detach().requires_grad_()
     y = layer(x, *args)
@@ -75,12 +73,7 @@ def test_batch_group_norm_with_a_group_a_channel_is_batch_norm(space: str):
 
 @pytest.mark.parametrize(
     ("groups", "twin"),
-    [
-        (1, nn.GroupNorm(1, 8)),
-        (8, nn.InstanceNorm2d(8, affine=True)),
-        (2, nn.GroupNorm(2, 8)),
-        (4, nn.GroupNorm(4, 8)),
-    ],
+    [(1, nn.GroupNorm(1, 8)), (8, nn.InstanceNorm2d(8, affine=True)), (2, nn.GroupNorm(2, 8)), (4, nn.GroupNorm(4, 8))],
     ids=["layer", "instance", "group-2", "group-4"],
 )
 def test_batch_group_norm_of_one_sample(groups: int, twin: nn.Module):
@@ -358,9 +351,7 @@ def test_groups_with_the_same_weights_are_one_mixture():
     state |= {n: state[n].unsqueeze(1).repeat(1, 4) for n in ("mean_weight", "var_weight")}
     four.load_state_dict(state)
     x = features()
-    mine, theirs = (
-        results(layer, x, learned=("weight", "bias", "mean_weight", "var_weight")) for layer in (four, one)
-    )
+    mine, theirs = (results(layer, x, learned=("weight", "bias", "mean_weight", "var_weight")) for layer in (four, one))
     for name in ("mean_weight", "var_weight"):
         mine[name] = mine[name].sum(1)
     assert_near(mine, theirs, 1e-11)
@@ -411,8 +402,7 @@ def test_batch_average_is_the_total_variance_of_all_batches():
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("batch", 2), ("instance-affine", 2), ("layer", 2), ("group", 2), ("renorm", 2), ("switch", 2)],
+    ("name", "count"), [("batch", 2), ("instance-affine", 2), ("layer", 2), ("group", 2), ("renorm", 2), ("switch", 2)]
 )
 def test_parameter_counts_of_table_1(name: str, count: int):
     layer = by_id(name).build()
@@ -576,9 +566,7 @@ def test_renorm_bounds_follow_the_schedule():
 
 
 def test_renorm_with_open_bounds_normalizes_by_the_running_statistics():
-    layer = scrambled(
-        normlab.BatchRenorm2d(8, r_max=1e6, d_max=1e6, warmup=0, r_steps=1, d_steps=1, **DOUBLE)
-    )
+    layer = scrambled(normlab.BatchRenorm2d(8, r_max=1e6, d_max=1e6, warmup=0, r_steps=1, d_steps=1, **DOUBLE))
     layer.num_batches_tracked.fill_(5)
     x = features()
     twin = copy.deepcopy(layer).eval()
@@ -702,8 +690,6 @@ def test_rows_of_the_table_that_say_the_same_agree():
         x = case.input()
         given = case.give(x)
         for training in (True, False):
-            assert torch.equal(
-                case.call(cell.train(training), x, given), case.call(layer.train(training), x, given)
-            )
+            assert torch.equal(case.call(cell.train(training), x, given), case.call(layer.train(training), x, given))
         for buffer in cell.state_dict():
             assert torch.equal(cell.state_dict()[buffer], layer.state_dict()[buffer]), (name, buffer)

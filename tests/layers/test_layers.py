@@ -18,9 +18,7 @@ import normlab
 from cases import CASES, LEGAL, SPACES, Case, assert_near, by_id, values, where, widen
 
 every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-in_every_space = pytest.mark.parametrize(
-    ("case", "space"), LEGAL, ids=lambda v: v.id if isinstance(v, Case) else v
-)
+in_every_space = pytest.mark.parametrize(("case", "space"), LEGAL, ids=lambda v: v.id if isinstance(v, Case) else v)
 TRACKED = [case for case in CASES if case.tracked]
 ADOPTING = where(adopts=True)
 
@@ -35,9 +33,7 @@ def buffers_of(layer: nn.Module) -> dict[str, Tensor]:
 
 def test_every_public_normalizer_has_a_row():
     public = {
-        n.removesuffix("1d").removesuffix("2d").removesuffix("3d")
-        for n in normlab.layers.__all__
-        if n[0].isupper()
+        n.removesuffix("1d").removesuffix("2d").removesuffix("3d") for n in normlab.layers.__all__ if n[0].isupper()
     }
     assert public == {case.name for case in CASES}
     assert len({case.id for case in CASES}) == len(CASES)
@@ -301,9 +297,7 @@ def test_half_precision_rounds_once(case: Case, dtype: torch.dtype, parameters: 
 def test_device_and_dtype_arguments(case: Case):
     layer = case.cls()(*case.args, **case.options, device="cpu", dtype=torch.float64)
     for name, t in layer.state_dict().items():
-        assert t.dtype == (torch.int64 if name in ("num_batches_tracked", "run_shape") else torch.float64), (
-            name
-        )
+        assert t.dtype == (torch.int64 if name in ("num_batches_tracked", "run_shape") else torch.float64), name
     shell = case.cls()(*case.args, **case.options, device="meta")
     assert all(t.device.type == "meta" for t in shell.state_dict().values())
     torch.manual_seed(3)

@@ -30,9 +30,7 @@ STATELESS = [case for case in CASES if not case.tracked]
 stateless = pytest.mark.parametrize("case", STATELESS, ids=lambda case: case.id)
 
 
-def run(
-    case: Case, layer: nn.Module, function: Any, x: Tensor, dy: Tensor, given: Any
-) -> dict[str, Tensor | None]:
+def run(case: Case, layer: nn.Module, function: Any, x: Tensor, dy: Tensor, given: Any) -> dict[str, Tensor | None]:
     """``y``, all gradients and all buffers after ``function``, which is the layer or stands for it."""
     x = x.detach().requires_grad_()
     given = {k: copy.copy(v) for k, v in given.items()}
@@ -85,10 +83,7 @@ def test_exported_program_computes_the_same(case: Case):
         more, more_given = x + 1, given
     else:
         batch = torch.export.Dim("batch", min=2, max=64)
-        sizes = {
-            "x": {0: batch},
-            **{k: {0: batch} if isinstance(v, Tensor) else None for k, v in given.items()},
-        }
+        sizes = {"x": {0: batch}, **{k: {0: batch} if isinstance(v, Tensor) else None for k, v in given.items()}}
         program = torch.export.export(layer, args, named, dynamic_shapes=sizes)
         more = torch.cat((x, x + 1, x))[:13]
         more_given = {k: torch.cat((v, v, v))[:13] if isinstance(v, Tensor) else v for k, v in given.items()}
@@ -317,9 +312,7 @@ def test_gradients_for_each_sample(case: Case):
         mine = {n: q.clone().requires_grad_() for n, q in p.items()}
         x = x.clone().requires_grad_()
         wanted = torch.autograd.grad(loss(mine, x), [x, *mine.values()], allow_unused=True)
-        want = {
-            n: torch.zeros_like(mine[n]) if g is None else g for n, g in zip(mine, wanted[1:], strict=True)
-        }
+        want = {n: torch.zeros_like(mine[n]) if g is None else g for n, g in zip(mine, wanted[1:], strict=True)}
         assert_near({n: g[i] for n, g in found.items()} | {"x": dx[i]}, want | {"x": wanted[0]}, 1e-10)
 
 

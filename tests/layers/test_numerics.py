@@ -74,9 +74,7 @@ def test_far_means_on_some_channels_only(case: Case, last: bool):
 @layouts
 def test_large_maps(case: Case, last: bool):
     """Sums of many values: gradients of the affine map gather a whole batch."""
-    compare(
-        case, case.build(dtype=torch.float32), case.input(dtype=torch.float32, size=LARGE), last, 2e-5, 2e-4
-    )
+    compare(case, case.build(dtype=torch.float32), case.input(dtype=torch.float32, size=LARGE), last, 2e-5, 2e-4)
 
 
 @every
@@ -119,9 +117,7 @@ def test_better_than_torch_far_from_zero():
     assert ours < theirs
 
 
-@pytest.mark.parametrize(
-    "name", ["batch", "instance", "layer", "group", "switch", "batch-group-4", "positional"]
-)
+@pytest.mark.parametrize("name", ["batch", "instance", "layer", "group", "switch", "batch-group-4", "positional"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_half_inputs_near_their_largest_value(name: str, dtype: torch.dtype):
     """Squares of such values overflow float16; statistics are not taken in it."""

@@ -287,16 +287,8 @@ def test_half_buffers_and_gradients():
 @pytest.mark.parametrize(
     ("model", "error", "said"),
     [
-        (
-            nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)),
-            TypeError,
-            r"torch batch norm.*convert\(model",
-        ),
-        (
-            nn.Sequential(nn.Conv2d(6, 6, 1), normlab.GroupNorm2d(2, 6)),
-            ValueError,
-            "Sequential has no .*running",
-        ),
+        (nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)), TypeError, r"torch batch norm.*convert\(model"),
+        (nn.Sequential(nn.Conv2d(6, 6, 1), normlab.GroupNorm2d(2, 6)), ValueError, "Sequential has no .*running"),
         (normlab.BatchNorm2d(6, track_running_stats=False), ValueError, "BatchNorm2d has no .*running"),
     ],
 )
@@ -314,9 +306,7 @@ def test_an_empty_loader_is_refused():
 
 def test_what_is_no_loader_is_refused():
     layer = normlab.BatchNorm2d(6)
-    with pytest.raises(
-        TypeError, match=r"a loader, which gives batches; got Tensor; for one batch pass \[batch\]"
-    ):
+    with pytest.raises(TypeError, match=r"a loader, which gives batches; got Tensor; for one batch pass \[batch\]"):
         calibrate(layer, torch.randn(4, 6, 3, 3))
     with pytest.raises(TypeError, match="a loader, which gives batches; got int"):
         calibrate(layer, 3)  # type: ignore[arg-type]

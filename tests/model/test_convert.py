@@ -115,9 +115,7 @@ def on_meta(name: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     builder = torchvision.models.get_model_builder(name)
     options = {n: None for n in ("weights", "weights_backbone") if n in inspect.signature(builder).parameters}
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # googlenet and inception announce another initialisation
+        warnings.simplefilter("ignore", FutureWarning)  # googlenet and inception announce another initialisation
         return builder(**options)
 
 
@@ -210,12 +208,7 @@ def test_outputs_of_torchvision_models(name):
         model = pretrained(builder(**options).double(), REAL[name])
     wanted = evaluate(model, REAL[name])
     for to in KEPT:
-        convert(
-            model,
-            to,
-            only=lambda name, module: isinstance(module, nn.modules.batchnorm._BatchNorm),
-            **OPTIONS[to],
-        )
+        convert(model, to, only=lambda name, module: isinstance(module, nn.modules.batchnorm._BatchNorm), **OPTIONS[to])
         assert {c.kept for c in report(model).converted} <= {SAME, SAME_IN_EVALUATION}
         close(evaluate(model, REAL[name], to, **OPTIONS[to]), wanted, to)
         undo(model)
@@ -229,9 +222,7 @@ def test_outputs_of_timm_models(name):
         model = pretrained(timm.create_model(name, num_classes=10).double(), run)
     wanted = evaluate(model, run)
     targets = (
-        ("positional",)
-        if name == "convnext_tiny"
-        else ("sandwich", "auxiliary", "batch_group", "switchable", "mode")
+        ("positional",) if name == "convnext_tiny" else ("sandwich", "auxiliary", "batch_group", "switchable", "mode")
     )
     for to in targets:
         convert(model, to, **OPTIONS[to])
@@ -272,9 +263,7 @@ def test_a_converted_network_trains(to):
         assert evaluate(model, run)[0].equal(wanted[0])
 
 
-@pytest.mark.parametrize(
-    "to", ["batch", "batch_group", "switchable", "conditional", "sandwich", "batch_renorm"]
-)
+@pytest.mark.parametrize("to", ["batch", "batch_group", "switchable", "conditional", "sandwich", "batch_renorm"])
 def test_same_function_in_training_too(to):
     run = image(8, dtype=torch.float32)
     model = pretrained(small(nn.BatchNorm2d(8)), run).train()
@@ -417,9 +406,7 @@ def test_keep_false_starts_as_constructed():
 
 
 def test_eps_momentum_mode_dtype_and_frozen_parameters_are_kept():
-    model: Any = nn.Sequential(
-        nn.BatchNorm2d(4, eps=1e-3, momentum=None), nn.BatchNorm2d(4, momentum=0.3)
-    ).half()
+    model: Any = nn.Sequential(nn.BatchNorm2d(4, eps=1e-3, momentum=None), nn.BatchNorm2d(4, momentum=0.3)).half()
     model[1].eval()
     model[0].weight.requires_grad_(False)
     convert(model, "sandwich", num_classes=2)
@@ -432,9 +419,7 @@ def test_eps_momentum_mode_dtype_and_frozen_parameters_are_kept():
     learns = {n: p.requires_grad for n, p in first.named_parameters()}
     assert learns == {"weight": False, "bias": True, "class_weight": True, "class_bias": True}
     convert(undo(model), "auxiliary")  # here the tables take the weight's place
-    assert {n.split(".")[0] for n, p in model[0].named_parameters() if not p.requires_grad} == {
-        "branch_weight"
-    }
+    assert {n.split(".")[0] for n, p in model[0].named_parameters() if not p.requires_grad} == {"branch_weight"}
     convert(undo(model), "batch_renorm")
     assert (model[0].momentum, model[1].momentum) == (None, 0.01)
     convert(undo(model), "batch", momentum=0.5)

@@ -58,9 +58,7 @@ def faces(block: ElementTree.Element) -> dict[str, dict[tuple[int, int], int]]:
         left, top = min(place[:2] for _, place in squares)
         found[face] = {}
         for k, (x, y, a, b, c, d) in squares:  # (x, y) = (left, top) + i (a, b) + j (c, d)
-            i, j = torch.linalg.solve(
-                torch.tensor([[a, c], [b, d]]), torch.tensor([x - left, y - top])
-            ).tolist()
+            i, j = torch.linalg.solve(torch.tensor([[a, c], [b, d]]), torch.tensor([x - left, y - top])).tolist()
             found[face][round(i), round(j)] = k
     return found
 
@@ -112,17 +110,11 @@ def test_the_default_picture_is_small_and_is_a_part_of_the_layer(case: Case):
         (normlab.GroupNorm2d(8, 64), (0, 1, 8, 9, 16, 17), (0, 1, 2)),
         (normlab.GroupNorm2d(2, 64), (0, 1, 2, 32, 33, 34), (0, 1, 2)),
         (normlab.BatchNorm2d(64, ghost=32), (0, 1, 2, 3, 4, 5), (0, 1, 32, 33)),
-        (
-            normlab.AuxiliaryBatchNorm2d(8, branches=("a", "b"), ghost=8),
-            tuple(range(8)),
-            (0, 1, 8, 9, 16, 17, 24, 25),
-        ),
+        (normlab.AuxiliaryBatchNorm2d(8, branches=("a", "b"), ghost=8), tuple(range(8)), (0, 1, 8, 9, 16, 17, 24, 25)),
         (normlab.SwitchNorm2d(2048, ("layer", "group(1024)")), (0, 1, 2, 3, 4, 5), (0, 1, 2)),
     ],
 )
-def test_wide_layers_are_drawn_by_several_of_each(
-    layer: Any, channels: tuple[int, ...], samples: tuple[int, ...]
-):
+def test_wide_layers_are_drawn_by_several_of_each(layer: Any, channels: tuple[int, ...], samples: tuple[int, ...]):
     drawing = normlab.draw(layer)
     assert (drawing.channels, drawing.samples) == (channels, samples)
     if len(channels) < layer.num_features:
@@ -137,9 +129,7 @@ def test_strips_of_a_channel_fit_the_default_size():
 def test_weights_of_a_mixture_are_written_and_pools_without_weight_are_faint():
     layer = normlab.SwitchNorm2d(4)
     assert normlab.draw(layer).svg.count("0.33 of mean, 0.33 of var") == 3
-    layer.load_state_dict(
-        {**layer.state_dict(), "mean_weight": torch.eye(3)[1], "var_weight": torch.eye(3)[1]}
-    )
+    layer.load_state_dict({**layer.state_dict(), "mean_weight": torch.eye(3)[1], "var_weight": torch.eye(3)[1]})
     layer.harden()
     drawing = normlab.draw(layer)
     assert [b.faded for b in drawing.blocks] == [True, False, True]

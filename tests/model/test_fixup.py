@@ -46,12 +46,7 @@ def test_any_depth_starts_at_zero_with_activations_of_one_size(block, depth):
     shallow: Any = fixup(resnet(block, 1, 1, 1, 1))
     torch.manual_seed(0)
     deep: Any = fixup(resnet(block, 1, 1, depth, 1))
-    for name in (
-        "conv1",
-        "layer1",
-        "layer2",
-        "layer4",
-    ):  # the same shortcuts: then depth changes nothing at all
+    for name in ("conv1", "layer1", "layer2", "layer4"):  # the same shortcuts: then depth changes nothing at all
         getattr(deep, name).load_state_dict(getattr(shallow, name).state_dict())
     deep.layer3[0].load_state_dict(shallow.layer3[0].state_dict())
     torch.testing.assert_close(spread(deep, X), spread(shallow, X))
@@ -133,9 +128,7 @@ class Own(nn.Module):
 
 def test_blocks_of_ones_own():
     blocks = [Own(8) for _ in range(5)]
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-    ).double()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).double()
     with pytest.raises(ValueError, match="name the blocks"):
         fixup(model)
     fixup(model, blocks)

@@ -28,11 +28,7 @@ def drawn(module: Any) -> Any:
     """Random values everywhere, variances and weights positive; nothing is left at its default."""
     with torch.no_grad():
         for name, t in (*module.named_parameters(), *module.named_buffers()):
-            if (
-                t.is_floating_point()
-                and "radius" not in name
-                and not name.endswith(("mean_weight", "var_weight"))
-            ):
+            if t.is_floating_point() and "radius" not in name and not name.endswith(("mean_weight", "var_weight")):
                 t.uniform_(0.5, 1.5) if "var" in name else t.normal_(1.0 if "weight" in name else 0.0, 0.3)
     return module
 
@@ -79,10 +75,7 @@ BATCH: dict[str, tuple[Callable[[str], Any], dict[str, Any]]] = {
     "torch": (lambda d: getattr(nn, f"BatchNorm{d}")(C), {}),
 }  # fmt: skip
 WITHIN: dict[str, tuple[Callable[[str], Any], type[nn.Module]]] = {
-    "instance": (
-        lambda d: getattr(normlab, f"InstanceNorm{d}")(C, affine=True),
-        nn.modules.instancenorm._InstanceNorm,
-    ),
+    "instance": (lambda d: getattr(normlab, f"InstanceNorm{d}")(C, affine=True), nn.modules.instancenorm._InstanceNorm),
     "layer": (lambda d: getattr(normlab, f"LayerNorm{d}")(C), nn.GroupNorm),
     "group": (lambda d: getattr(normlab, f"GroupNorm{d}")(4, C), nn.GroupNorm),
     "switchable instance": (lambda d: chosen(d, "instance"), nn.modules.instancenorm._InstanceNorm),
@@ -390,9 +383,7 @@ def test_a_layer_for_any_number_of_axes_needs_to_see_one_input():
 
 
 def test_untracked_batch_statistics_stay_those_of_the_batch():
-    model = drawn(
-        nn.Sequential(nn.Conv2d(6, C, 3), normlab.BatchNorm2d(C, track_running_stats=False))
-    ).double()
+    model = drawn(nn.Sequential(nn.Conv2d(6, C, 3), normlab.BatchNorm2d(C, track_running_stats=False))).double()
     folded: Any = fold(model)
     same(model, folded, torch.randn(4, 6, 8, 8, dtype=torch.float64))
     assert type(folded[1]) is nn.BatchNorm2d
@@ -409,29 +400,21 @@ def test_untracked_batch_statistics_stay_those_of_the_batch():
         (lambda: normlab.SandwichAuxiliaryBatchNorm2d(C), normlab.AuxiliaryBatchNorm2d),
         (lambda: normlab.Norm2d(C, "instance", ("class", "shared"), num_classes=3), normlab.Norm2d),
         (
-            lambda: normlab.Norm2d(
-                C, ("batch", "layer"), ("shared", "class", "predicted"), num_classes=3, key_size=2
-            ),
+            lambda: normlab.Norm2d(C, ("batch", "layer"), ("shared", "class", "predicted"), num_classes=3, key_size=2),
             normlab.Norm2d,
         ),
     ],
 )
 def test_a_sandwich_becomes_one_map_a_class(make, kind):
     layer = drawn(make()).double()
-    x = (
-        torch.randn(6, C, 4, 4, dtype=torch.float64)
-        if layer.dims == 2
-        else torch.randn(6, C, dtype=torch.float64)
-    )
+    x = torch.randn(6, C, 4, 4, dtype=torch.float64) if layer.dims == 2 else torch.randn(6, C, dtype=torch.float64)
     which = ["aux", "main"] * 3 if layer.branches else torch.tensor([0, 1, 2, 2, 1, 0])
     merged = merge_sandwich(layer)
     assert type(merged) is kind
     assert "shared" not in merged.affine_terms
     assert merged.weight is None
     for mode in (True, False):
-        torch.testing.assert_close(
-            merged.train(mode)(x, which), layer.train(mode)(x, which), rtol=1e-9, atol=1e-9
-        )
+        torch.testing.assert_close(merged.train(mode)(x, which), layer.train(mode)(x, which), rtol=1e-9, atol=1e-9)
     folded: Any = fold(nn.Sequential(layer))
     assert type(folded[0]) is kind
     torch.testing.assert_close(folded[0](x, which), layer(x, which), rtol=1e-9, atol=1e-9)

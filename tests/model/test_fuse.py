@@ -218,9 +218,7 @@ def test_activations_of_converted_layers_that_had_one_inside(name: str):
 def test_networks_of_torchvision(name: str):
     model = normlab.convert(getattr(torchvision.models, name)(weights=None), "switchable")
     x = torch.randn(2, 3, 64, 64)
-    if (
-        name == "mobilenet_v2"
-    ):  # its activation is relu6, which the kernels do not have; its additions they do
+    if name == "mobilenet_v2":  # its activation is relu6, which the kernels do not have; its additions they do
         fused = normlab.fuse(model, x)
         assert {layer.act for layer in fused.modules() if isinstance(layer, normlab.Norm)} == {None}
     else:

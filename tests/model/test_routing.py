@@ -32,9 +32,7 @@ def separated() -> nn.Sequential:
 
 def conditional() -> nn.Sequential:
     """A separated layer and a conditional one."""
-    model = nn.Sequential(
-        normlab.AuxiliaryBatchNorm2d(3, BRANCHES), normlab.SandwichBatchNorm2d(3, num_classes=5)
-    )
+    model = nn.Sequential(normlab.AuxiliaryBatchNorm2d(3, BRANCHES), normlab.SandwichBatchNorm2d(3, num_classes=5))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1, 0.5)
@@ -49,9 +47,7 @@ def by_hand(model: nn.Sequential, x: Tensor, branch: object) -> Tensor:
 
 def tracked(model: nn.Module) -> list[list[int]]:
     """Batches tracked by each layer, for each branch."""
-    return [
-        m.get_buffer("num_batches_tracked").tolist() for m in model.modules() if isinstance(m, normlab.Norm)
-    ]
+    return [m.get_buffer("num_batches_tracked").tolist() for m in model.modules() if isinstance(m, normlab.Norm)]
 
 
 @pytest.fixture
@@ -366,9 +362,7 @@ def test_layers_with_other_branches_refuse_the_route():
 def test_modes_of_one_branch_leave_the_others_alone():
     """Their soft counts are a tensor also where the whole batch is of one branch."""
     layer, plain = normlab.Norm2d(8, "modes(2)", branches=BRANCHES), normlab.ModeNorm2d(8)
-    plain.load_state_dict(
-        {n: p for n, p in layer.state_dict().items() if n in dict(plain.named_parameters())}, False
-    )
+    plain.load_state_dict({n: p for n, p in layer.state_dict().items() if n in dict(plain.named_parameters())}, False)
     x = torch.randn(6, 8, 3, 3)
     assert_close(layer(x, branch="aux"), plain(x))
     for mine, other in zip(layer.buffers(), plain.buffers(), strict=True):

@@ -332,9 +332,7 @@ def test_an_attack_in_training_mode_leaves_no_trace():
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_model_without_running_statistics_has_nothing_to_hold(scope):
-    model = nn.Sequential(
-        nn.Conv2d(6, 6, 3), nn.GroupNorm(2, 6), normlab.LayerNorm2d(6), nn.InstanceNorm2d(6)
-    )
+    model = nn.Sequential(nn.Conv2d(6, 6, 3), nn.GroupNorm(2, 6), normlab.LayerNorm2d(6), nn.InstanceNorm2d(6))
     x = batch()
     expected = model(x)
     with scope(model):

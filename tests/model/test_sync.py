@@ -73,9 +73,7 @@ CASES: dict[str, Case] = {
     "batch, cumulative": Case(lambda: normlab.BatchNorm2d(6, momentum=None)),
     "batch, volumes": Case(lambda: normlab.BatchNorm3d(6), (6, 2, 3, 2)),
     "batch, float64": Case(lambda: normlab.BatchNorm2d(6).double(), tolerance=1e-10),
-    "batch, far means": Case(
-        lambda: normlab.BatchNorm2d(6), shifts=(1e4, 0, 0, 0, 0, 0, 0, 0), tolerance=1e-3
-    ),
+    "batch, far means": Case(lambda: normlab.BatchNorm2d(6), shifts=(1e4, 0, 0, 0, 0, 0, 0, 0), tolerance=1e-3),
     "torch": Case(lambda: nn.BatchNorm2d(6)),
     "switchable": Case(lambda: normlab.SwitchNorm2d(6)),
     "switchable, vectors": Case(lambda: normlab.SwitchNorm1d(6), (6,)),
@@ -90,13 +88,9 @@ CASES: dict[str, Case] = {
     "conditional": Case(lambda: normlab.ConditionalBatchNorm2d(6, 3, init_std=0.2), along=label),
     "sandwich": Case(lambda: normlab.SandwichBatchNorm2d(6, 3, init_std=0.2), along=label),
     "auxiliary, mixed": Case(lambda: normlab.AuxiliaryBatchNorm2d(6, BRANCHES), along=mixed),
-    "auxiliary, one on one rank": Case(
-        lambda: normlab.AuxiliaryBatchNorm2d(6, BRANCHES), along=one_on_one_rank
-    ),
+    "auxiliary, one on one rank": Case(lambda: normlab.AuxiliaryBatchNorm2d(6, BRANCHES), along=one_on_one_rank),
     "auxiliary, one for all": Case(lambda: normlab.AuxiliaryBatchNorm2d(6, BRANCHES), along=one_for_all),
-    "sandwich_auxiliary": Case(
-        lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, BRANCHES, init_std=0.2), along=mixed
-    ),
+    "sandwich_auxiliary": Case(lambda: normlab.SandwichAuxiliaryBatchNorm2d(6, BRANCHES, init_std=0.2), along=mixed),
     "auxiliary switchable": Case(
         lambda: normlab.Norm2d(6, ("layer", "batch"), "branch", branches=BRANCHES), along=mixed
     ),
@@ -115,9 +109,7 @@ def data(case: Case, step: int) -> tuple[Tensor, Tensor]:
     """The whole batch of a step, and what its outputs are weighted by in the loss."""
     generator = torch.Generator().manual_seed(step)
     x = case.scale * torch.randn(8, *case.shape, generator=generator)
-    x = x + torch.tensor([case.shifts[i % len(case.shifts)] for i in range(8)]).reshape(
-        8, *(1,) * len(case.shape)
-    )
+    x = x + torch.tensor([case.shifts[i % len(case.shifts)] for i in range(8)]).reshape(8, *(1,) * len(case.shape))
     return x, torch.randn(8, *case.shape, generator=generator)
 
 
@@ -139,9 +131,7 @@ def run_case(case: Case, layer: nn.Module, start: int, end: int, rank: int) -> d
     seen["parameters"] = {n: p.grad for n, p in layer.named_parameters()}
     seen["buffers"] = dict(layer.named_buffers())
     with torch.no_grad():
-        seen["evaluated"] = layer.eval()(
-            data(case, 99)[0][start:end].to(dtype), **case.along(start, end, rank)
-        )
+        seen["evaluated"] = layer.eval()(data(case, 99)[0][start:end].to(dtype), **case.along(start, end, rank))
     return seen
 
 
@@ -154,12 +144,7 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 6, 3),
-            nn.BatchNorm2d(6),
-            nn.ReLU(),
-            nn.Conv2d(6, 4, 1),
-            normlab.SwitchNorm2d(4),
-            nn.Flatten(1),
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1), normlab.SwitchNorm2d(4), nn.Flatten(1)
         )
         self.head = nn.LazyLinear(5)
         self(torch.zeros(2, 3, 6, 6))
@@ -173,13 +158,8 @@ def train(model: nn.Module, start: int, end: int, factor: float) -> dict[str, Te
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        x, target = (
-            torch.randn(8, 3, 6, 6, generator=generator),
-            torch.randint(0, 5, (8,), generator=generator),
-        )
-        loss = (
-            nn.functional.cross_entropy(model(x[start:end]), target[start:end], reduction="sum") / 8 * factor
-        )
+        x, target = (torch.randn(8, 3, 6, 6, generator=generator), torch.randint(0, 5, (8,), generator=generator))
+        loss = nn.functional.cross_entropy(model(x[start:end]), target[start:end], reduction="sum") / 8 * factor
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -104,9 +104,7 @@ def test_what_is_not_at_the_end_is_told():
 
 def transformers() -> dict[str, tuple[Any, tuple[int, ...]]]:
     torchs = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
-    rms = nn.Sequential(
-        nn.Linear(16, 16), nn.RMSNorm(16), nn.GELU(), nn.RMSNorm(16, elementwise_affine=False)
-    )
+    rms = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.GELU(), nn.RMSNorm(16, elementwise_affine=False))
     vit = torchvision.models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=3)
     tiny = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3)
     return {

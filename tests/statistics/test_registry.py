@@ -104,9 +104,7 @@ def test_every_class_is_registered():
             assert kind in layers or kind.__base__ in layers, f"{name} is not registered"
 
 
-@pytest.mark.parametrize(
-    "name", sorted(n for n, entry in NORMALIZERS.items() if entry.statistics is not None)
-)
+@pytest.mark.parametrize("name", sorted(n for n, entry in NORMALIZERS.items() if entry.statistics is not None))
 def test_names_and_aliases_read_as_statistics(name: str):
     entry = NORMALIZERS[name]
     argument = "(4)" if entry.first == "num_groups" else ""
