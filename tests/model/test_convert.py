@@ -563,7 +563,7 @@ def test_what_is_not_known_is_skipped_with_its_reason():
     spectral = spectral_norm(nn.Linear(4, 4))
     model: Any = nn.ModuleDict(
         {
-            "own": Own(4), "lazy": nn.LazyBatchNorm2d(), "last": nn.LayerNorm((4, 4)), "local": nn.LocalResponseNorm(2),
+            "own": Own(4), "lazy": nn.LazyBatchNorm2d(), "last": nn.LayerNorm([4, 4]), "local": nn.LocalResponseNorm(2),
             "changed": changed, "act": LayerNormAct(4), "spectral": spectral, "rms": nn.RMSNorm(4),
         }
     )  # fmt: skip
@@ -774,7 +774,7 @@ def test_what_was_replaced_is_out_of_sight_and_survives_a_file():
 
 
 def test_the_report_is_for_people(capsys):
-    model: Any = nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(6)), nn.LayerNorm((4, 4)))
+    model: Any = nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(6)), nn.LayerNorm([4, 4]))
     convert(model, "switchable", verbose=True)
     assert capsys.readouterr().out == (
         "Sequential converted to switchable\n"

@@ -144,7 +144,7 @@ def test_mistakes_are_told_in_sentences():
     with pytest.raises(ValueError, match="at least two convolutions"):
         fixup(model, [model[0]])
     with pytest.raises(ValueError, match=r"1 cannot be taken out.*last 2 axes"):
-        fixup(nn.Sequential(block := Own(4), nn.LayerNorm((4, 4))), [block])
+        fixup(nn.Sequential(block := Own(4), nn.LayerNorm([4, 4])), [block])
 
 
 def test_it_trains_on_digits():

@@ -30,7 +30,7 @@ def same_gradients(ours: nn.Module, theirs: nn.Module, x: Tensor) -> None:
 
 
 def test_filter_response_is_timm_s():
-    theirs = FilterResponseNormTlu2d(6).double()
+    theirs: Any = FilterResponseNormTlu2d(6).double()
     ours = Norm2d(6, "filter_response", dtype=torch.float64)
     with torch.no_grad():
         for name, p in (("weight", theirs.weight), ("bias", theirs.bias), ("threshold", theirs.tau)):
@@ -40,7 +40,7 @@ def test_filter_response_is_timm_s():
 
 def test_global_response_is_timm_s():
     theirs: Any = GlobalResponseNorm(6, eps=0.0, channels_last=False).double()
-    ours = Norm2d(6, "global_response", eps=0.0, dtype=torch.float64)
+    ours: Any = Norm2d(6, "global_response", eps=0.0, dtype=torch.float64)
     with torch.no_grad():
         ours.response_weight.copy_(theirs.weight.normal_())
         ours.response_bias.copy_(theirs.bias.normal_())
@@ -134,7 +134,8 @@ def test_each_axis_has_its_targets():
     assert isinstance(mixed.image, normlab.GroupNorm2d) and type(mixed.token) is nn.LayerNorm
     assert next(s.reason for s in report(mixed).skipped).startswith("reads its channels from the last axis")
     convert(mixed, "rms_last")
-    assert mixed.token.statistics.label == "rms_last" and isinstance(mixed.image, normlab.GroupNorm2d)
+    assert isinstance(mixed.token, Norm) and mixed.token.statistics.label == "rms_last"
+    assert isinstance(mixed.image, normlab.GroupNorm2d)
     with pytest.raises(ValueError, match="'layer_last' and 'rms_last' read the last one"):
         convert(nn.Sequential(nn.BatchNorm2d(4)), "layer_last")
 

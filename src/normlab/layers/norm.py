@@ -86,7 +86,7 @@ class Norm(nn.Module):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "dims" in cls.__dict__ and cls.__doc__ is None:  # a form of another class, see the end of each file
-            cls.__doc__ = f""":class:`{cls.__base__.__name__}` over ``{SHAPES[cls.dims or 2]}``."""
+            cls.__doc__ = f""":class:`{cls.__mro__[1].__name__}` over ``{SHAPES[cls.dims or 2]}``."""
 
     def __init__(
         self,
