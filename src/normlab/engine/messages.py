@@ -17,12 +17,12 @@ def check_model(model: object, function: str) -> None:
         raise TypeError(f"{function}() takes a model, a torch.nn.Module; got {got}")
 
 
-def check_number(number: object, what: str, unit: str = "") -> None:
+def check_number(number: object, what: str) -> None:
     """Raise where ``number`` is not an integer of at least one."""
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise TypeError(f"{what} is an integer; got {number!r}")
     if number < 1:
-        raise ValueError(f"{what} is {number}{unit}; it must be at least 1")
+        raise ValueError(f"{what} is {number}; it must be at least 1")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,37 +10,22 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Proxy
 
-from ..engine.messages import check_number, words
+from ..engine.messages import words
 from ..statistics.plans import Segments
 
 if TYPE_CHECKING:
     from .norm import Norm
 
 
+# Types with fewer bits have no arithmetic in torch.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
 SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
 
 
-def check_arguments(num_features: Any, num_classes: Any, eps: Any, momentum: Any, init_std: Any, dtype: Any) -> None:
-    if isinstance(num_features, bool) or not isinstance(num_features, Integral):
-        raise TypeError(f"num_features is the number of channels, an integer; got {num_features!r}")
-    if num_features < 1:
-        raise ValueError(f"num_features is {num_features}; a layer needs at least one channel")
-    if not isinstance(eps, Real) or not (momentum is None or isinstance(momentum, Real)):
-        raise TypeError(f"eps and momentum are numbers (momentum may be None); got {eps!r} and {momentum!r}")
-    if not float(eps) >= 0:
-        raise ValueError(f"eps is {eps}; it must not be negative")
-    if momentum is not None and not 0 <= float(momentum) <= 1:
-        raise ValueError(
-            f"momentum is {momentum}; it is the share of the new batch, between 0 and 1 (or None for the average "
-            "of all batches)"
-        )
-    if num_classes is not None:
-        check_number(num_classes, "num_classes")
-    if not isinstance(init_std, Real) or not float(init_std) >= 0:
-        raise ValueError(f"init_std is a deviation, a number of at least 0; got {init_std!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype is a floating-point type such as torch.float32; got {dtype!r}")
+def check_dtype(dtype: Any) -> None:
+    if dtype is not None and dtype not in _DTYPES:
+        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}")
 
 
 def as_node(layer: Norm, x: Proxy, given: dict[str, Any]) -> Any:
@@ -64,21 +48,40 @@ def check_input(layer: Norm, x: Tensor) -> None:
         )
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(layer).__name__} takes a tensor; got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        got, call = ("a nested tensor", "x.to_padded_tensor(0.0)") if x.is_nested else (x.layout, "x.to_dense()")
+        raise TypeError(f"{type(layer).__name__} takes dense input; got {got}; call {call} first")
     ranks = range(2, 100) if layer.dims is None else _RANKS[layer.dims]
     if x.dim() not in ranks:
         shape = "[N, C, *S]" if layer.dims is None else SHAPES[layer.dims]
         raise ValueError(
             f"{type(layer).__name__} takes {shape}; got {x.dim()} dimensions, {list(x.shape)}{_rank_hint(layer, x)}"
         )
-    if not x.is_floating_point():
+    if x.dtype not in _DTYPES:
         hint = "view_as_real(x) has the two parts" if x.is_complex() else "call x.float() first"
-        raise TypeError(f"{type(layer).__name__} takes floating-point input; got {x.dtype}; {hint}")
+        raise TypeError(f"{type(layer).__name__} takes floating-point input of 16 bits or more; got {x.dtype}; {hint}")
+    if not torch.compiler.is_compiling():
+        _check_place(layer, x)
     if x.shape[1] != layer.num_features:
         last = x.dim() > 2 and x.shape[-1] == layer.num_features
         hint = "; the channels seem to be last, call x.movedim(-1, 1)" if last else ""
         raise ValueError(
             f"{type(layer).__name__} has {layer.num_features} channels; got {x.shape[1]} in {list(x.shape)}{hint}"
         )
+
+
+def _check_place(layer: Norm, x: Tensor) -> None:
+    """Refuse to mix tensors with and without values."""
+    own = next((t for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None), x)
+    if (own.device.type == "meta") == (x.device.type == "meta"):
+        return
+    call = f"x.to({str(own.device)!r})"
+    if own.device.type == "meta":
+        call = f"layer.to_empty(device={str(x.device)!r}), then load_state_dict() or reset_parameters()"
+    raise ValueError(
+        f"the input of {type(layer).__name__} is on {x.device} and its parameters are on {own.device}; tensors on meta "
+        f"have no values; call {call}"
+    )
 
 
 def check_last_axis(layer: Norm, x: Any) -> None:

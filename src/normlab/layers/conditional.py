@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..engine.arguments import check_arguments
 from ..statistics.pools import batch, instance
 from ..statistics.registry import register
 from .norm import Norm
@@ -117,6 +118,7 @@ class AuxiliaryBatchNorm(Norm):
         ghost: int | None = None,
         act: str | None = None,
     ) -> None:
+        check_arguments(affine=affine, shared_affine=shared_affine)
         kind = "none" if not affine else "shared" if shared_affine else "branch"
         super().__init__(
             num_features, batch, kind, branches=branches, eps=eps, momentum=momentum,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.arguments import check_arguments
 from ..statistics.mixture import Mixture
 from ..statistics.modes import Modes
 from ..statistics.pools import Pool
@@ -53,6 +54,7 @@ class SwitchNorm(Norm):
         ghost: int | None = None,
         act: str | None = None,
     ) -> None:
+        check_arguments(last_gamma=last_gamma, moving_average=moving_average)
         statistics = Mixture.of(
             self._pools if pools is None else pools,
             groups=groups,
@@ -104,8 +106,7 @@ class SparseSwitchNorm(SwitchNorm):
     @torch.no_grad()
     def set_radius(self, radius: float) -> None:
         """The radius in [0, 1]. A mixture that has become one-hot is stored so and no longer learned."""
-        if not 0 <= radius <= 1:
-            raise ValueError(f"radius is {radius}; it is the share of training done, between 0 and 1")
+        check_arguments(radius=radius)
         assert isinstance(self.statistics, Mixture)
         self.radius.fill_(radius)  # type: ignore[union-attr]
         weights = self.statistics.weights(self._learned_values())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from ..engine.arguments import check_arguments
 from ..engine.backends import choice_is_lost, choice_scope, chosen, kernels, kernels_serve, must_trace
 from ..engine.contract import Update
 from ..engine.normalize import normalize
@@ -25,9 +26,9 @@ from .affine_maps import collapsed, predictor_tensors, separate
 from .checks import (
     SHAPES,
     as_node,
-    check_arguments,
     check_branches,
     check_counts,
+    check_dtype,
     check_input,
     check_last_axis,
     check_residual,
@@ -107,7 +108,11 @@ class Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(num_features, num_classes, eps, momentum, init_std, dtype)
+        check_arguments(
+            num_features=num_features, num_classes=num_classes, eps=eps, momentum=momentum, init_std=init_std,
+            track_running_stats=track_running_stats, key_size=key_size, ghost=ghost,
+        )  # fmt: skip
+        check_dtype(dtype)
         if branches is not None:
             branches = check_branches(branches)
         statistics = parse_statistics(statistics)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..engine.arguments import check_arguments
 from ..statistics.pools import Pool, group, instance, layer
 from ..statistics.positional import Positional
 from ..statistics.registry import register
@@ -38,6 +39,7 @@ class InstanceNorm(Norm):
         *,
         act: str | None = None,
     ) -> None:
+        check_arguments(track_running_stats=track_running_stats)
         # Tracked instance statistics are ghost batches of one sample.
         pool = Pool("channel", True, ghost=1) if track_running_stats else instance
         super().__init__(num_features, pool, affine, eps=eps, momentum=momentum, device=device, dtype=dtype, act=act)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..engine.arguments import check_arguments
 from ..statistics.base import Statistics
 from ..statistics.names import parse_statistics
 from ..statistics.pools import Pool, instance
@@ -84,6 +85,7 @@ class InstanceLevelMetaNorm(Norm):
         style: bool = False,
         act: str | None = None,
     ) -> None:
+        check_arguments(style=style)
         super().__init__(
             num_features, parse_statistics(statistics), "style_predicted" if style else "predicted", eps=eps,
             key_size=key_size, device=device, dtype=dtype, act=act,

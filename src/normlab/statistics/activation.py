@@ -22,7 +22,7 @@ def activate(x: Tensor, name: str | None, leak: float = LEAK) -> Tensor:
 
 
 def check_activation(name: str | None) -> str | None:
-    if name not in ACTIVATIONS:
+    if not (name is None or isinstance(name, str)) or name not in ACTIVATIONS:
         known = tuple(n for n in ACTIVATIONS if n is not None)
         raise ValueError(f"there is no activation {name!r} that a norm layer applies; {nearest(str(name), known)}")
     return name

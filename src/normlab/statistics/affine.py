@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..engine.arguments import check_arguments
 from ..engine.coefficients import unpack
 from ..engine.contract import Coefficients, Moments, PooledRule, Rule
-from ..engine.messages import check_number, nearest
+from ..engine.messages import nearest
 from ..engine.numerics import at_least_float32
 from ..engine.rows import Rows, take
 from .plans import Plan, Segments
@@ -84,7 +85,7 @@ def compose(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tens
 
 def predictor_parameters(channels: int, key_size: int) -> dict[str, Tensor]:
     """Initial values of the network that instance-level meta norm predicts its affine map with."""
-    check_number(key_size, "key_size")
+    check_arguments(key_size=key_size)
     if channels % key_size:
         raise ValueError(
             f"a predicted affine map needs channels in whole keys of key_size={key_size}; got {channels} channels; "

@@ -15,8 +15,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..engine.arguments import ARGUMENTS, check_arguments
 from ..engine.contract import Coefficients, Moments, Rule
-from ..engine.messages import check_number
 from .plans import Plan, Pooled
 from .pools import Pool, batch
 from .running import Track
@@ -235,10 +235,12 @@ class OfBatch(Statistics):
 
     ghost: int | None
 
+    def __post_init__(self) -> None:
+        check_arguments(**{name: value for name, value in vars(self).items() if name in ARGUMENTS})
+
     @property
     def pools(self) -> tuple[Pool, ...]:  # type: ignore[override]
         return (replace(batch, ghost=self.ghost),)
 
     def with_ghost(self, ghost: int) -> Statistics:
-        check_number(ghost, "ghost", " samples a statistic")
         return replace(self, ghost=ghost)  # type: ignore[type-var]  # subclasses are dataclasses

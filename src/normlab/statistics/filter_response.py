@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.arguments import check_arguments
 from ..engine.backends import must_trace
 from ..engine.contract import Coefficients
 from .base import Statistics
@@ -33,6 +34,9 @@ class FilterResponse(Statistics):
 
     threshold: bool = True
     pools = (instance,)
+
+    def __post_init__(self) -> None:
+        check_arguments(threshold=self.threshold)
 
     @property
     def label(self) -> str:

@@ -36,10 +36,6 @@ class Kalman(OfBatch):
     ghost: int | None = None
     synchronizes: ClassVar[bool] = False  # it predicts from local samples
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.gain <= 1:
-            raise ValueError(f"gain is {self.gain}; it is the share of the prediction, between 0 and 1")
-
     @property
     def label(self) -> str:
         return "batch, predicted" if self.ghost is None else f"batch/ghost={self.ghost}, predicted"

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..engine.arguments import check_arguments
 from ..engine.contract import Rule
-from ..engine.messages import check_number
+from ..engine.messages import nearest
 from ..engine.numerics import at_least_float32
 from . import pools as _pools
 from .base import Kernels, PlainPool, Recorded, Sources, Statistics
@@ -42,7 +43,10 @@ class Mixture(Statistics):
             raise ValueError("a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')")
         if len({str(p) for p in self.members}) != len(self.members):
             raise ValueError(f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}")
-        check_number(self.groups, "groups")
+        check_arguments(groups=self.groups)
+        for what, known in (("weighting", ("softmax", "sparsestmax")), ("average", ("moving", "batch"))):
+            if getattr(self, what) not in known:
+                raise ValueError(f"there is no {what} {getattr(self, what)!r}; {nearest(getattr(self, what), known)}")
 
     @classmethod
     def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..engine.arguments import check_arguments
 from ..engine.contract import Coefficients, Moments, Rule
-from ..engine.messages import check_number
 from ..engine.rows import add_up, take
 from .across_ranks import gather_statistics
 from .base import Kernels, OfBatch, PlainPool, Sources
@@ -38,7 +38,8 @@ class Modes(OfBatch):
     moved_by_kernels: ClassVar[str] = "total"
 
     def __post_init__(self) -> None:
-        check_number(self.number, "num_modes")
+        super().__post_init__()
+        check_arguments(num_modes=self.number)
 
     @property
     def label(self) -> str:

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..engine.messages import check_number, nearest
+from ..engine.arguments import check_arguments
+from ..engine.messages import nearest
 
 if TYPE_CHECKING:
     pass
@@ -34,11 +35,10 @@ class Pool:
         if self.kind not in ("channel", "group", "run"):
             raise ValueError(f"there is no kind {self.kind!r} of pool; known: channel, group, run")
         if self.kind != "channel":
-            check_number(self.groups, "the number of groups")
+            check_arguments(num_groups=self.groups)
         elif self.groups is not None:
             raise ValueError(f"a pool of kind 'channel' takes no groups; got {self.groups}; use 'group' or 'run'")
-        if self.ghost is not None:
-            check_number(self.ghost, "ghost", " samples a statistic")
+        check_arguments(over_batch=self.over_batch, ghost=self.ghost)
         if self.ghost is not None and not self.over_batch:
             raise ValueError(
                 f"ghost={self.ghost} needs a pool over the batch, such as 'batch' or 'batch_group(8)'; "

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..engine.arguments import check_arguments
 from ..engine.backends import must_trace
 from ..engine.coefficients import like_affine
 from ..engine.expression import differentiate, wants_plain
@@ -41,6 +42,9 @@ class Positional(Statistics):
     centered: bool = True
     at_end: bool = False
     per_position: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_arguments(centered=self.centered, at_end=self.at_end)
 
     @property
     def channels_at_end(self) -> bool:  # type: ignore[override]

@@ -43,8 +43,13 @@ class Renorm(OfBatch):
     moved_by_kernels: ClassVar[str] = "deviation"
 
     def __post_init__(self) -> None:
-        if self.r_max < 1 or self.d_max < 0:
-            raise ValueError(f"r_max must be at least 1 and d_max at least 0; got {self.r_max} and {self.d_max}")
+        super().__post_init__()
+        for name in ("r_steps", "d_steps"):
+            if getattr(self, name) <= self.warmup:
+                raise ValueError(
+                    f"the correction begins after warmup={self.warmup} batches and is full at {name}="
+                    f"{getattr(self, name)}; give {name} a larger number than warmup"
+                )
 
     @property
     def label(self) -> str:

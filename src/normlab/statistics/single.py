@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..engine.arguments import check_arguments
 from ..engine.contract import Coefficients, Rule
 from .base import Kernels, PlainPool, Recorded, Sources, Statistics, running_statistics
 from .plans import Plan, Pooled
@@ -30,8 +31,7 @@ class Single(Statistics):
     total: bool = False  # running variance with the drift of the mean
 
     def __post_init__(self) -> None:
-        if not 0 <= self.example_weight <= 1:
-            raise ValueError(f"example_weight is {self.example_weight}; it must lie between 0 and 1")
+        check_arguments(example_weight=self.example_weight, total=self.total)
         if self.example_weight and self.pool.kind == "run":
             raise ValueError("example_weight needs groups of whole channels; use ghost batch group norm")
 
