@@ -91,9 +91,13 @@ def _pattern(name: ast.expr, module: str) -> str:
         return str(name.value)
     if not isinstance(name, ast.JoinedStr):  # an f-string
         return "{}"
-    known = {"f'{__name__}'": module}
-    parts = (str(p.value) if isinstance(p, ast.Constant) else known.get(ast.unparse(p), "{}") for p in name.values)
-    return "".join(parts)
+
+    def said(part: ast.expr) -> str:
+        if isinstance(part, ast.FormattedValue):
+            return module if ast.unparse(part.value) == "__name__" else "{}"
+        return ast.literal_eval(part)
+
+    return "".join(map(said, name.values))
 
 
 def package_of(module: str) -> str:
