@@ -398,7 +398,7 @@ def test_parameters_in_pieces_or_elsewhere():
             z.square().sum().backward()
         assert torch.equal(layer.weight.grad, twin.weight.grad)  # type: ignore[arg-type]
         layer.weight = nn.Parameter(torch.ones(4, device="meta"))
-        with pytest.raises(ValueError, match=f"call layer.to\\('{x.device}'\\)"):
+        with pytest.raises(ValueError, match=f"call layer.to_empty\\(device='{x.device}'\\)"):
             layer(x)
 
 

@@ -287,7 +287,7 @@ def test_kill_9_and_the_same_command_again(finished, tmp_path):
     folder = tmp_path / "study"
     program = f"""
 import sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path[:0] = [{os.path.dirname(__file__)!r}, {os.path.dirname(os.path.dirname(__file__))!r}]
 from pathlib import Path
 from test_study import tiny
 from normlab.lab import run_study
