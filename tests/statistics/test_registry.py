@@ -1,7 +1,12 @@
 """One file adds a normalizer: layers, conversion, the lab and the tables then know it."""
 
 import importlib.util
+import os
+import re
+import shutil
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,39 +22,24 @@ from normlab.statistics.names import parse_statistics
 
 ROOT = Path(__file__).parents[2]
 
-# A normalizer as a newcomer would write it: the whole file.
-FILE = """
-from dataclasses import dataclass
 
-import torch
-
-from normlab import Coefficients, Pool, Statistics, register
-
-
-@register("deviation", first="groups", row="deviation", shares="the values of one group; no mean is taken off")
-@dataclass(frozen=True)
-class Deviation(Statistics):
-    groups: int = 1
-
-    @property
-    def pools(self):
-        return (Pool("group", False, self.groups),)
-
-    def combine(self, statistics, *tensors, eps):
-        ((mean, var),) = statistics
-        return Coefficients(torch.zeros_like(mean), torch.rsqrt(var + eps))
-"""
+def example(path: str) -> str:
+    """The block of CONTRIBUTING.md that goes to the file ``path``, the worked example of a normalizer."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    found = re.search(rf"^( *)```python\n *# {re.escape(path)}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    assert found, f"CONTRIBUTING.md has no block for {path}"
+    return textwrap.dedent(found[2])
 
 
 @pytest.fixture
 def deviation(tmp_path: Path) -> Iterator[None]:
-    (tmp_path / "deviation.py").write_text(FILE)
-    spec = importlib.util.spec_from_file_location("deviation", tmp_path / "deviation.py")
+    (tmp_path / "deviation.py").write_text(example("src/normlab/statistics/deviation.py"))
+    spec = importlib.util.spec_from_file_location("normlab.statistics.deviation", tmp_path / "deviation.py")
     assert spec is not None and spec.loader is not None
-    sys.modules["deviation"] = module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield
-    del NORMALIZERS["deviation"], sys.modules["deviation"]
+    del NORMALIZERS["deviation"], sys.modules[spec.name]
 
 
 def tables():
@@ -79,6 +69,32 @@ def test_one_file_is_all_that_a_normalizer_takes():
     assert "<svg" in draw(normlab.Norm2d(8, "deviation(2)")).svg
     with pytest.raises(ValueError, match="did you mean 'deviation'"):
         normlab.Norm2d(8, "deviaton")
+
+
+@pytest.mark.slow  # another process runs the suite's checks of the new row
+def test_the_worked_example_passes_the_checks_of_the_suite(tmp_path: Path):
+    for folder in ("src", "tests", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "src/normlab/statistics/deviation.py").write_text(example("src/normlab/statistics/deviation.py"))
+    cases = tmp_path / "tests/cases.py"
+    cases.write_text(cases.read_text().replace("\nLEGAL = ", f"\n{example('tests/cases.py')}\n\nLEGAL = "))
+    (tmp_path / "docs/normalizers/deviation.md").write_text("# Deviation norm\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("docs/tables.py")
+    assert 'Norm2d(C, "deviation")' in (tmp_path / "README.md").read_text()
+    checks = ("tests/layers", "tests/model", "tests/statistics")
+    passed = run("-m", "pytest", "-q", "-p", "no:xdist", "-k", "deviation and not worked", *checks)
+    assert int(re.findall(r"(\d+) passed", passed)[-1]) > 30, passed
 
 
 def test_the_readme_has_the_registry_s_table():
