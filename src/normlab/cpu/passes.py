@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..engine.cache import remembered
 from ..engine.coefficients import Gradients, compose, through_affine
+from ..engine.contract import Moments
 from ..engine.expression import plain_apply, plain_moments, row_sums, rows_view, spread_to_elements
 from ..engine.numerics import FAR_IN_DEVIATIONS, at_least_float32, widest
 
@@ -401,7 +402,7 @@ def gradients(
 
 def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
     """A pool's statistics, from moments ``[2, N, R]``."""
-    return plan.stacked_statistics(stats, size)
+    return plan.statistics(Moments(stats[0], stats[1], size))
 
 
 def input_gradient(

@@ -23,10 +23,9 @@ All numerical decisions:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 
@@ -67,63 +66,11 @@ class Update(NamedTuple):
 
 
 # From moments and a few tensors to coefficients. A rule may return a second value, which its caller gets back.
+#
+# A rule may have more methods than its call. With ``combine`` it combines statistics of pools, and autograd records
+# only that (:class:`normlab.statistics.base.PooledRule`). With ``gradient`` autograd records nothing
+# (:class:`normlab.statistics.weighted_pools.WeightedPools`). Where ``reads_moments`` is False, no pass measures them.
 Rule: TypeAlias = Callable[..., "Coefficients | tuple[Coefficients, Any]"]
-
-
-class ClosedRule(Protocol):
-    """A rule that computes its own gradient, so that autograd records nothing. Moments are stacked, ``[2, N, R]``."""
-
-    reads_moments: bool  # False where all statistics are running ones: then no pass is spent on moments
-
-    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
-
-    def compute(self, stats: Tensor, size: int | Tensor, tensors: Sequence[Tensor]) -> tuple[Coefficients, Any]: ...
-
-    def gradient(
-        self,
-        stats: Tensor,
-        size: int | Tensor,
-        seen: Any,
-        tensors: Sequence[Tensor],
-        scale: Tensor,
-        d_center: Tensor,
-        d_scale: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
-        """``(offset, slope, gradients of the tensors)`` with ``dx = scale * dy + offset + slope * (x - mean)``."""
-        ...
-
-
-class PooledRule(Protocol):
-    """A rule that combines the statistics of pools.
-
-    Autograd records only that combination. The pools, and the gradient back through them, are computed without a graph.
-    """
-
-    @property
-    def plans(self) -> Sequence[Any]:
-        """A :class:`normlab.statistics.plans.Plan` for each pool whose batch statistics the rule takes."""
-        ...
-
-    @property
-    def reads_moments(self) -> bool:
-        """Whether there is such a pool."""
-        ...
-
-    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, Any]: ...
-
-    def combine(
-        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
-    ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
-        """Coefficients from ``values``, the mean and the variance of each pool in turn.
-
-        The second value is None, or the mean and variance that the running statistics track in place of the first
-        pool's.
-        """
-        ...
-
-    def seen(self, pooled: Sequence[Any], instead: tuple[Tensor, Tensor] | None) -> Any:
-        """What the caller gets back: the statistics of the pools; ``instead``, if given, replaces the first pool's."""
-        ...
 
 
 class Passes(Protocol):

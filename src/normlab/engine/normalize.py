@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backends import must_trace, passes_for
 from .coefficients import Gradients, check_coefficients, unpack
-from .contract import ClosedRule, Coefficients, Moments, Passes, Rule
+from .contract import Coefficients, Moments, Passes, Rule
 from .expression import differentiate_plain, plain, plain_moments, wants_plain
 from .rows import Rows
 
@@ -106,21 +106,21 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         passes = passes_for(x)
         size = rows.size(prod(x.shape[2:]), x.device)
-        closed = cast("ClosedRule | None", rule if hasattr(rule, "gradient") else None)
-        if getattr(rule, "reads_moments", True):
+        reads_moments = getattr(rule, "reads_moments", True)
+        if reads_moments:
             stats = passes.moments(x, rows)
         else:
             stats = x.new_zeros((2, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        if closed is not None:
-            standard, seen = closed.compute(stats, size, tensors)
-            recording = None
+        if hasattr(rule, "gradient"):
+            wide = (t.to(stats.dtype) for t in tensors)
+            (standard, seen), recording = unpack(rule(Moments(stats[0], stats[1], size), *wide)), None
         else:
             standard, seen, recording = _record_rule(rule, passes, stats, size, tensors, ctx.needs_input_grad)
         returned.append(seen)
         detached = standard.detached()
         check_coefficients(x, rows, detached, weight, bias)
         # Moments of x are float64 where a mean is far from zero. Running statistics do not show it in their dtype.
-        far = stats.dtype == torch.float64 or not getattr(rule, "reads_moments", True)
+        far = stats.dtype == torch.float64 or not reads_moments
         y = passes.apply(x, rows, detached, weight, bias, far=far)
         if any(ctx.needs_input_grad):
             ctx.rule, ctx.rows, ctx.size = rule, rows, size
@@ -142,7 +142,7 @@ class _Normalize(torch.autograd.Function):
         gradients = passes.gradients(dy, x, rows, standard, weight, bias, (needs[4], needs[5]))
         if ctx.recording is None:
             offset, slope, d_tensors = ctx.rule.gradient(
-                stats, ctx.size, ctx.seen, tensors, standard.scale, gradients.center, gradients.scale
+                stats, ctx.seen, tensors, standard.scale, gradients.center, gradients.scale
             )
         else:
             offset, slope, d_tensors = _differentiate_rule(ctx, stats, passes, gradients)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..engine import coefficients as on_rows
 from ..engine.cache import remembered
 from ..engine.coefficients import Gradients, compose, like_affine
+from ..engine.contract import Moments
 from ..statistics import plans as plans_of_pools
 from ..statistics.plans import Pooled
 from .kernels import around_rule, sparsestmax, uneven_rows
@@ -180,12 +181,12 @@ def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
     n, r = stats.shape[1:]
     groups, batch = plan.groups, plan.pool.over_batch
     if plan.trivial or not plan.simple or too_large(n, r, groups, batch) or not stats.numel():
-        return plan.stacked_statistics(stats, size)
+        return plan.statistics(Moments(stats[0], stats[1], size))
     out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)
     mean, var = out.unbind()
     name, programs, fixed = pool_launch(n, r, groups, batch)
     _run_on_rows(name, programs, (0, *fixed), stats, mean, var)
-    return Pooled(mean, var, n * r // mean.numel() * size, out)
+    return Pooled(mean, var, n * r // mean.numel() * size)
 
 
 def too_large(n: int, r: int, groups: int, batch: bool) -> bool:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ..engine.coefficients import unpack
-from ..engine.contract import Coefficients, PooledRule, Update
+from ..engine.contract import Coefficients, Update
 from ..engine.expression import differentiate, plain, wants_plain
 from ..engine.rows import Rows
 from ..statistics.activation import ACTIVATIONS, LEAK, activate
+from ..statistics.base import PooledRule
 from ..statistics.plans import Pooled
 from .recorded_rule_launches import LaunchesAfterCombine, RecordedRuleConfig, RecordedRulePlan
 from .shapes import in_layout, in_layout_of

@@ -23,10 +23,11 @@ from torch.nn.functional import linear
 
 from ..engine.arguments import check_arguments
 from ..engine.coefficients import unpack
-from ..engine.contract import Coefficients, Moments, PooledRule, Rule
+from ..engine.contract import Coefficients, Moments, Rule
 from ..engine.messages import nearest
 from ..engine.numerics import at_least_float32
 from ..engine.rows import Rows, take
+from .base import PooledRule
 from .plans import Plan, Segments
 from .pools import group
 
@@ -127,11 +128,10 @@ class Predicted:
         return Coefficients(center, scale * weight, bias if shift is None else shift * weight + bias)
 
 
-class PredictedOfPools(Predicted):
+class PredictedOfPools(Predicted, PooledRule):
     """Likewise of a rule on statistics of pools, and one itself: the keys are a pool more."""
 
     rule: PooledRule
-    reads_moments = True
 
     def __init__(self, rule: PooledRule, rows: Rows, key_size: int) -> None:
         super().__init__(rule, rows, key_size)

@@ -157,32 +157,31 @@ class Statistics:
         """The rule as the kernels for whole normalizers compute it, from what they are given."""
         return self.rule(sources)
 
-    def recorded_rule(self, sources: Sources) -> Recorded | None:
-        """The rule as autograd records it, where it is one on statistics of pools."""
+    def recorded_rule(self, sources: Sources) -> PooledRule | None:
+        """The rule as autograd records it. None for rules that do not combine statistics of pools."""
         rule = self.rule(sources)
-        return rule if isinstance(rule, Recorded) else None
+        return rule if isinstance(rule, PooledRule) else None
 
     @property
     def label(self) -> str:
         return type(self).__name__
 
 
-def running_statistics(sources: Sources, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Running mean and variance of pool ``k``."""
-    running = sources.running[k]
-    assert running is not None
-    return running[0].to(dtype), running[1].to(dtype)
+class PooledRule:
+    """A rule that combines the statistics of pools.
 
-
-class Recorded:
-    """A rule on statistics of pools that autograd records, as :class:`normlab.engine.PooledRule`."""
+    Autograd records only :meth:`combine`. The pools, and the gradient back through them, are computed without a graph.
+    A rule with a method ``gradient`` is not recorded at all.
+    """
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
+        # The pools whose batch statistics the rule takes.
         self.plans = tuple([p for p, live in zip(sources.plans, sources.live, strict=True) if live])
 
     @property
     def reads_moments(self) -> bool:
+        """Whether there is such a pool."""
         return bool(self.plans)
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
@@ -194,10 +193,18 @@ class Recorded:
     def combine(
         self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
     ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
+        """Coefficients from ``values``, the mean and the variance of each of ``plans`` in turn.
+
+        The second value is None, or the mean and variance that the running statistics track in place of the first
+        pool's.
+        """
         raise NotImplementedError
 
     def seen(self, pooled: Sequence[Pooled], instead: tuple[Tensor, Tensor] | None) -> list[Pooled | None]:
-        """Of every pool of the sources; None of those that are running."""
+        """One entry per pool: its statistics, or None for pools that use running statistics.
+
+        ``instead`` replaces the first pool's mean and variance.
+        """
         each = iter(pooled)
         found = [next(each) if live else None for live in self.sources.live]
         if instead is not None and found[0] is not None:
@@ -205,16 +212,22 @@ class Recorded:
         return found
 
     def at_rows(self, values: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Mean and variance of every pool of the sources, to broadcast against the rows."""
-        given = iter(values)
+        """Mean and variance of every pool, to broadcast against the rows."""
+        each = iter(values)
         return [
-            (plan.expand(next(given)), plan.expand(next(given))) if live else running_statistics(self.sources, k, dtype)
+            (plan.expand(next(each)), plan.expand(next(each))) if live else self.running(k, dtype)
             for k, (plan, live) in enumerate(zip(self.sources.plans, self.sources.live, strict=True))
         ]
 
+    def running(self, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Running mean and variance of pool ``k``."""
+        running = self.sources.running[k]
+        assert running is not None
+        return running[0].to(dtype), running[1].to(dtype)
 
-class _Combined(Recorded):
-    """Any ``combine`` of statistics."""
+
+class _Combined(PooledRule):
+    """The ``combine`` of statistics as a rule."""
 
     def __init__(self, statistics: Statistics, sources: Sources) -> None:
         super().__init__(sources)

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..engine.contract import Coefficients, Rule
-from .base import OfBatch, PlainPool, Recorded, Sources
+from ..engine.contract import Coefficients
+from .base import OfBatch, PlainPool, PooledRule, Sources
 from .registry import register
 from .weighted_pools import WeightedPools
 
@@ -46,14 +46,11 @@ class Kalman(OfBatch):
     def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
         return True, True
 
-    def rule(self, sources: Sources) -> Rule:
+    def rule(self, sources: Sources) -> PooledRule:
         return _Predicted(self, sources) if sources.live[0] else WeightedPools(sources)
 
-    def recorded_rule(self, sources: Sources) -> Recorded:
-        return _Predicted(self, sources)
 
-
-class _Predicted(Recorded):
+class _Predicted(PooledRule):
     def __init__(self, statistics: Kalman, sources: Sources) -> None:
         super().__init__(sources)
         self.statistics = statistics
@@ -62,7 +59,7 @@ class _Predicted(Recorded):
         self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
     ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
         prior, p = tuple(tensors), self.statistics.gain
-        if not (self.sources.live[0] and prior):
+        if not prior:
             ((mean, var),) = self.at_rows(values, dtype)
             return Coefficients(mean, torch.rsqrt(var + self.sources.eps)), None
         (seen_mean, seen_var), plan = values, self.plans[0]

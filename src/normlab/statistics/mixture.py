@@ -14,12 +14,12 @@ from ..engine.contract import Rule
 from ..engine.messages import nearest
 from ..engine.numerics import at_least_float32
 from . import pools as _pools
-from .base import Kernels, PlainPool, Recorded, Sources, Statistics
+from .base import Kernels, PlainPool, Sources, Statistics
 from .pools import Pool, parse_pool
 from .registry import register
 from .running import Track
 from .sparsestmax import sparsest_logits, sparsestmax
-from .weighted_pools import RecordedWeightedPools, WeightedPools, softmax_weights
+from .weighted_pools import WeightedPools, softmax_weights
 
 _ONE_HOT = 16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
 
@@ -150,9 +150,6 @@ class Mixture(Statistics):
 
     def rule(self, sources: Sources) -> WeightedPools:
         return WeightedPools(sources, softmax_weights if self.weighting == "softmax" else _sparsest, self.groups)
-
-    def recorded_rule(self, sources: Sources) -> Recorded:
-        return RecordedWeightedPools(self.rule(sources))
 
     def closed_rule(self, sources: Sources) -> Rule:
         return WeightedPools(sources, softmax_weights, self.groups)

@@ -35,7 +35,6 @@ class Pooled(NamedTuple):
     mean: Tensor
     var: Tensor
     count: float | Tensor  # pyright: ignore[reportIncompatibleMethodOverride]  # elements in each statistic: one number, [B, 1] or [B, G]
-    stacked: Tensor | None = None  # mean and var as one tensor, where they were computed so
 
 
 def make_segments(
@@ -74,31 +73,30 @@ class Plan:
         # Pools that are plain axes of [N, groups, rows a group].
         self.simple = not self.counts and self.segments.index is None and self.process_group is None
 
-    # Sums over pools. ``t`` is [N, R].
-
-    def sum(self, t: Tensor) -> Tensor:  # [B, G] or [N, G], of this process alone
-        n = t.shape[0]
+    def sum(self, t: Tensor) -> Tensor:  # [N, R] or [K, N, R] to [..., B, G] or [..., N, G]
+        """Sums over every pool's rows, of this process alone."""
         one = self.pool.over_batch and self.segments.index is None
         if self.counts:
+            if t.dim() == 3:
+                return torch.stack([self.sum(each) for each in t])
             found = sum_runs(t, self.counts, one)
             return found if one else self._sum_batch(found)
-        if one:
-            if self.groups == t.shape[1]:
-                return t.sum(0, keepdim=True)
-            return t.reshape(n, self.groups, t.shape[1] // self.groups).sum((0, 2)).unsqueeze(0)
-        if self.groups != t.shape[1]:
-            t = t.reshape(n, self.groups, t.shape[1] // self.groups).sum(2)
-        return self._sum_batch(t)
+        if self.groups != t.shape[-1]:
+            t = t.reshape(*t.shape[:-1], self.groups, t.shape[-1] // self.groups)
+            if one:
+                return t.sum((-3, -1)).unsqueeze(-2)
+            t = t.sum(-1)
+        return t.sum(-2, keepdim=True) if one else self._sum_batch(t)
 
-    def _sum_batch(self, t: Tensor) -> Tensor:  # [N, G] to [B, G]
+    def _sum_batch(self, t: Tensor) -> Tensor:  # [..., N, G] to [..., B, G]
         if not self.pool.over_batch:
             return t
         number, ghost = self.segments.number, self.segments.ghost
         if not ghost:
-            return add_up(t, self.segments.index, number)
-        lacking = number * ghost - t.shape[0]  # of the last ghost batch
+            return add_up(t, self.segments.index, number, -2)
+        lacking = number * ghost - t.shape[-2]  # of the last ghost batch
         t = pad(t, (0, 0, 0, lacking)) if lacking else t
-        return t.reshape(number, ghost, -1).sum(1)
+        return t.reshape(*t.shape[:-2], number, ghost, t.shape[-1]).sum(-2)
 
     def expand(self, p: Tensor) -> Tensor:
         """``[B, G]`` or ``[N, G]`` to what broadcasts against ``[N, R]``."""
@@ -148,17 +146,13 @@ class Plan:
             return Pooled(mean, var, count)
         return Pooled(*gather_statistics(mean, var, count, self.process_group))
 
-    def adjoint(self, d_mean: Tensor, d_var: Tensor, pooled: Pooled, mean: Tensor) -> tuple[Tensor, Tensor]:
-        """From gradients at the rows of this pool's statistics to ``(offset, slope / 2)`` of ``dx`` for every row."""
-        if not self.trivial:
-            d_mean, d_var = self.sum(d_mean), self.sum(d_var)
-        found: Any = self.back(d_mean, d_var, pooled, mean)
-        return found
-
     def back(
-        self, d_mean: Tensor | None, d_var: Tensor | None, pooled: Pooled, mean: Tensor
+        self, d_mean: Tensor | None, d_var: Tensor | None, pooled: Pooled, mean: Tensor, shares: Sequence[Any] = (1, 1)
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Likewise from gradients at the statistics themselves, of this process alone; None where there is none."""
+        """``(offset, slope / 2)`` of ``dx`` for every row, from gradients at the statistics, of this process alone.
+
+        ``shares`` multiply the two gradients. None stands for no gradient.
+        """
         if d_mean is None and d_var is None:
             return None, None
         if self.process_group is not None:
@@ -166,68 +160,16 @@ class Plan:
             both = [torch.zeros_like(like) if d is None else d for d in (d_mean, d_var)]
             d_mean, d_var = sum_over_ranks(torch.stack(both), self.process_group)
         count = pooled.count if self.trivial else _at_least_one(pooled.count)
-        offset, half = (None if d is None else self.expand(d / count) for d in (d_mean, d_var))
-        if half is None or self.trivial:
+        offset = None if d_mean is None else self.expand(d_mean * (shares[0] / count))
+        if d_var is None:
+            return offset, None
+        half = self.expand(d_var * (shares[1] / count))
+        if self.trivial:
             return offset, half
         apart = mean - self.expand(pooled.mean)
         if offset is None:
             return (apart * half).mul_(2), half
         return torch.addcmul(offset, apart, half, value=2), half
-
-    def _axes(self, t: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """``[2, N, R]`` as ``[2, N, G, rows a group]``, and the axes this pool averages."""
-        if self.groups == t.shape[2]:
-            return t, (1,)
-        if self.groups == 1:
-            return t, (1, 2) if self.pool.over_batch else (2,)
-        return t.reshape(2, t.shape[1], self.groups, -1), (1, 3) if self.pool.over_batch else (3,)
-
-    def stacked_statistics(self, stats: Tensor, size: int | Tensor) -> Pooled:
-        """:meth:`statistics` of ``[2, N, R]`` moments with few operators, outside autograd."""
-        if self.trivial or not self.simple or not stats.numel():
-            return self.statistics(Moments(stats[0], stats[1], size))
-        view, axes = self._axes(stats)
-        pooled = view.mean(axes, keepdim=True)
-        apart = view[0] - pooled[0]
-        pooled[1] += apart.square_().mean([a - 1 for a in axes], keepdim=True)
-        if view.dim() == 4:
-            pooled = pooled.squeeze(3)
-        count = stats[0].numel() // pooled[0].numel() * size
-        return Pooled(pooled[0], pooled[1], count, pooled)
-
-    def stacked_adjoint(
-        self, d: Tensor, pooled: Pooled, stats: Tensor, w: tuple[Any, Any] | None
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Gradients ``d [2, N, R]`` at center and variance back through this pool, and ``<d, statistics>`` for weights.
-
-        Returns that product (``[2]``, where there are weights), the offset, and half the slope of ``dx``.
-        """
-        if not self.trivial and pooled.stacked is None:
-            product = None
-            m, v = d[0], d[1]
-            if w is not None:
-                at_rows = torch.stack((self.expand(pooled.mean) * m, self.expand(pooled.var) * v))
-                product = at_rows.sum((1, 2))
-                m, v = m * w[0], v * w[1]
-            return product, *self.adjoint(m, v, pooled, stats[0])
-        if self.trivial:
-            total, at_pool = d, stats
-        else:
-            view, axes = self._axes(d)
-            total = view.sum(axes, keepdim=True)
-            total = total.squeeze(3) if total.dim() == 4 else total
-            assert pooled.stacked is not None
-            at_pool = pooled.stacked
-        product = None if w is None else (total * at_pool).sum((1, 2))
-        count = _at_least_one(pooled.count)
-        inverse = count.to(d.dtype).reciprocal() if isinstance(count, Tensor) else 1 / count
-        offset, half = (total[0] * inverse, total[1] * inverse) if w is None else (
-            total[0] * (w[0] * inverse), total[1] * (w[1] * inverse)
-        )  # fmt: skip
-        if self.trivial:
-            return product, offset, half
-        offset, half, mean = self.expand(offset), self.expand(half), self.expand(pooled.mean)
-        return product, torch.addcmul(offset, stats[0] - mean, half, value=2), half
 
 
 def _at_least_one(count: float | Tensor) -> float | Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..engine.contract import Coefficients, Moments, Rule
-from .base import Kernels, OfBatch, PlainPool, Sources, Statistics
-from .plans import Pooled
+from ..engine.contract import Coefficients
+from .base import Kernels, OfBatch, PlainPool, PooledRule, Sources, Statistics
 from .registry import register
 from .running import Track
 from .weighted_pools import WeightedPools
@@ -81,29 +80,32 @@ class Renorm(OfBatch):
         state["num_batches_tracked"] = torch.zeros((), dtype=torch.long)
         return ["batch renorm counts batches from the conversion on"]
 
-    def rule(self, sources: Sources) -> Rule:
+    def rule(self, sources: Sources) -> PooledRule:
         if not sources.live[0] or sources.running[0] is None:
             return WeightedPools(sources)
         return _Corrected(self, sources)
 
 
-class _Corrected:
+class _Corrected(PooledRule):
     def __init__(self, statistics: Renorm, sources: Sources) -> None:
-        self.statistics, self.sources = statistics, sources
+        super().__init__(sources)
+        self.statistics = statistics
 
     @property
     def closed_family(self) -> tuple[Sources, Renorm]:
         """What kernels for whole normalizers take of this rule."""
         return self.sources, self.statistics
 
-    def __call__(self, moments: Moments) -> tuple[Coefficients, list[Pooled | None]]:
-        plan, running, eps = self.sources.plans[0], self.sources.running[0], self.sources.eps
-        assert running is not None and self.sources.batches is not None
-        pooled = plan.statistics(moments)
-        mean, scale = plan.expand(pooled.mean), torch.rsqrt(plan.expand(pooled.var) + eps)
+    def combine(
+        self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
+    ) -> tuple[Coefficients, None]:
+        ((mean, var),), eps = self.at_rows(values, dtype), self.sources.eps
+        scale = torch.rsqrt(var + eps)
         with torch.no_grad():
-            r_max, d_max = self.statistics.bounds(self.sources.batches.to(mean.dtype))
-            to_running = torch.rsqrt(running[1].to(mean.dtype) + eps)
+            assert self.sources.batches is not None
+            r_max, d_max = self.statistics.bounds(self.sources.batches.to(dtype))
+            running_mean, running_var = self.running(0, dtype)
+            to_running = torch.rsqrt(running_var + eps)
             r = torch.minimum(torch.maximum(to_running / scale, 1 / r_max), r_max)
-            d = ((mean - running[0].to(mean.dtype)) * to_running).clamp(-d_max, d_max)
-        return Coefficients(mean, scale * r, d), [pooled]
+            d = ((mean - running_mean) * to_running).clamp(-d_max, d_max)
+        return Coefficients(mean, scale * r, d), None

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..engine.arguments import check_arguments
-from ..engine.contract import Coefficients, Rule
-from .base import Kernels, PlainPool, Recorded, Sources, Statistics, running_statistics
+from ..engine.contract import Coefficients
+from .base import Kernels, PlainPool, PooledRule, Sources, Statistics
 from .plans import Plan, Pooled
 from .pools import Pool, batch, instance, layer
 from .registry import register
 from .running import Track
-from .weighted_pools import RecordedWeightedPools, WeightedPools
+from .weighted_pools import WeightedPools
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,12 @@ class Single(Statistics):
             return (Track((self.pool.tracked(channels),), "total"),)
         return super().tracks(channels)
 
-    def rule(self, sources: Sources) -> Rule:
-        return self._with_example(sources) or WeightedPools(sources)
-
-    def recorded_rule(self, sources: Sources) -> Recorded:
-        return self._with_example(sources) or RecordedWeightedPools(WeightedPools(sources))
-
-    def _with_example(self, sources: Sources) -> Recorded | None:
-        return _WithExample(self, sources) if self.example_weight and not sources.live[0] else None
+    def rule(self, sources: Sources) -> PooledRule:
+        with_example = self.example_weight and not sources.live[0]
+        return _WithExample(self, sources) if with_example else WeightedPools(sources)
 
 
-class _WithExample(Recorded):
+class _WithExample(PooledRule):
     def __init__(self, statistics: Single, sources: Sources) -> None:
         super().__init__(sources)
         plan = sources.plans[0]
@@ -97,7 +92,7 @@ class _WithExample(Recorded):
     def combine(
         self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
     ) -> tuple[Coefficients, None]:
-        mean, var = running_statistics(self.sources, 0, dtype)
+        mean, var = self.running(0, dtype)
         own_mean, own_var = (self.plans[0].expand(t) for t in values)
         w = self.weight
         var = (1 - w) * var + w * own_var + w * (1 - w) * (own_mean - mean).square()

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ...engine.backends import chosen, must_trace
-from ...engine.contract import PooledRule, Update
+from ...engine.contract import Update
 from ...statistics import running
 from ...statistics.activation import ACTIVATIONS
 from ...statistics.affine import Affine, PredictedOfPools
+from ...statistics.base import PooledRule
 from ..recorded_rule import run
 from ..recorded_rule_launches import OnePool, RecordedRuleConfig, RecordedRulePlan, plan_for
 from ..shapes import dense, shape_of
