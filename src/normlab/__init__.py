@@ -30,7 +30,7 @@ from .model.targets import TARGETS
 from .statistics.base import Statistics
 from .statistics.filter_response import FilterResponse
 from .statistics.global_response import GlobalResponse
-from .statistics.kalman import Kalman, predict
+from .statistics.kalman import Kalman, predict_statistics
 from .statistics.mixture import Mixture
 from .statistics.modes import Modes
 from .statistics.pools import Pool
@@ -81,7 +81,7 @@ __all__ = [
     "merge_sandwich",
     "no_update",
     "normalize",
-    "predict",
+    "predict_statistics",
     "register",
     "report",
     "route",

@@ -637,7 +637,7 @@ def test_predicted_moments_are_those_of_the_next_layer(affine: bool):
     mean, var = torch.randn(8, **DOUBLE), 0.5 + torch.rand(8, **DOUBLE)
     maps = (0.5 + torch.rand(8, **DOUBLE), torch.randn(8, **DOUBLE)) if affine else None
     generator = torch.Generator().manual_seed(5)
-    found = normlab.predict((mean, var), conv, (200, 200), samples=20, affine=maps, generator=generator)
+    found = normlab.predict_statistics((mean, var), conv, (200, 200), samples=20, affine=maps, generator=generator)
     m, s = (mean, var.sqrt()) if maps is None else (maps[0] * mean + maps[1], maps[0] * var.sqrt())
     density = torch.exp(-0.5 * (m / s).square()) / sqrt(2 * pi)
     below = 0.5 * (1 + torch.erf(m / s / sqrt(2)))
@@ -659,7 +659,7 @@ def test_predicted_moments_serve_as_a_prior():
     first, conv, second = normlab.KalmanNorm2d(8), nn.Conv2d(8, 8, 3), normlab.KalmanNorm2d(8, gain=0.3)
     h = first(torch.randn(6, 8, 9, 9))
     assert first.posterior is not None
-    prior = normlab.predict(first.posterior, conv, (9, 9), samples=6)
+    prior = normlab.predict_statistics(first.posterior, conv, (9, 9), samples=6)
     y = second(conv(h.relu()), prior)
     y.sum().backward()
     assert y.isfinite().all()

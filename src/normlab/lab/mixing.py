@@ -108,7 +108,7 @@ def _mixed(layer: Norm, places: Sequence[int], weight: float) -> Callable[..., T
         known = not layer._predictor and not {"class", "style"} & set(layer.affine_terms)
         known = known and (layer.track_running_stats or not over_batch)
         if known and not isinstance(layer.statistics, Positional):
-            y = _at_once(layer, x, places, weight)
+            y = _by_coefficients(layer, x, places, weight)
             return activate(y if residual is None else y + residual, layer.act)
         # Statistics at each position or of this batch, affine maps of samples: the mean of both outputs, then the
         # activation.
@@ -125,7 +125,7 @@ def _mixed(layer: Norm, places: Sequence[int], weight: float) -> Callable[..., T
     return forward
 
 
-def _at_once(layer: Norm, x: Tensor, places: Sequence[int], weight: float) -> Tensor:
+def _by_coefficients(layer: Norm, x: Tensor, places: Sequence[int], weight: float) -> Tensor:
     """One pass over ``x`` with coefficients between those of the two branches."""
     spatial = prod(x.shape[2:])
     rows, _, plans = plans_of(layer, x, spatial, places[0], False)

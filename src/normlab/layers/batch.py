@@ -150,9 +150,9 @@ class BatchRenorm(Norm):
 class KalmanNorm(Norm):
     """Batch Kalman normalization, diagonal form: ``layer(x, prior)`` with a prior predicted from the layer before.
 
-    After a call in training ``layer.posterior`` holds the statistics it normalized with; :func:`normlab.predict`
-    carries them through the next convolution and gives the next layer's prior. Without a prior it is batch norm. Of
-    ghost batches the posterior is the average.
+    After a call in training ``layer.posterior`` holds the statistics it normalized with.
+    :func:`normlab.predict_statistics` carries them through the next convolution and gives the next layer's prior.
+    Without a prior it is batch norm. With ghost batches the posterior is the average.
     """
 
     posterior: tuple[Tensor, Tensor] | None

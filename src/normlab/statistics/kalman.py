@@ -73,7 +73,7 @@ class _Predicted(PooledRule):
         return Coefficients(plan.expand(mean), scale), (mean, var)
 
 
-def predict(
+def predict_statistics(
     posterior: tuple[Tensor, Tensor],
     conv: nn.Module,
     size: Sequence[int],
