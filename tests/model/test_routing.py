@@ -109,6 +109,30 @@ def test_a_mixed_batch_without_one_branch_leaves_that_branch_alone(x):
     assert layer.get_buffer("running_mean")[1].equal(before)
 
 
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4), (6, 3, 4, 4)], ids=["1d of features", "1d", "2d"])
+def test_branches_and_labels_are_integers_of_any_type(dtype, shape):
+    layer = normlab.Norm(3, affine=("class", "branch"), num_classes=4, branches=("main", "aux", "extra"), init_std=0.5)
+    x, branch, label = torch.randn(shape), torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0, 1, 2, 3, 0, 1])
+    names = ["main", "aux", "extra"] * 2
+    expected = copy.deepcopy(layer)(x, branch=names, label=label)
+    assert_close(copy.deepcopy(layer)(x, branch=branch.to(dtype), label=label.to(dtype)), expected)
+    with route(layer, branch=branch.to(dtype), label=label.to(dtype)):
+        assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("index", [1, torch.tensor(1), torch.tensor(1, dtype=torch.uint8)], ids=["int", "0d", "uint8"])
+def test_a_branch_may_be_an_index(x, index):
+    layer = normlab.AuxiliaryBatchNorm2d(3, ("main", "aux"))
+    expected = copy.deepcopy(layer)(x, "aux")
+    with route(layer, branch=index):
+        assert_close(layer(x), expected)
+    assert tracked(layer) == [[0, 1]]
+
+
 def test_label_and_branch_reach_the_layers_that_want_them(x):
     model = conditional()
     label = torch.tensor([0, 4, 2, 2, 1, 0])

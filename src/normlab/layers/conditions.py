@@ -147,33 +147,39 @@ def label_index(label: Any, number: int, samples: int | None) -> int | Tensor:
         if not 0 <= label < number:
             raise ValueError(f"label {label} is out of range; this layer has classes 0 to {number - 1}")
         return label
-    if label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:
-        raise TypeError(f"labels must be integers; got a tensor of {label.dtype}; pass label.long()")
-    label = _one_a_sample(label, samples, "label")
+    label = _one_a_sample(_integers(label, "labels", "label"), samples, "label")
     _check_range(label, number, lambda low, high: f"labels run from {low} to {high}, but this layer has classes 0 to "
                  f"{number - 1}")  # fmt: skip
-    return label.long()
+    return label
 
 
 def branch_index(branch: Any, branches: Sequence[str], samples: int | None) -> int | Tensor:
-    """A branch as the engine takes it: one index, or ``[N]`` indices."""
+    """A branch, a name or an index, as the engine takes it: one index, or ``[N]`` indices."""
     if isinstance(branch, str):
         if branch not in branches:
             raise ValueError(f"there is no branch {branch!r}; {nearest(branch, branches)}")
         return branches.index(branch)
+    if isinstance(branch, int) and not isinstance(branch, bool):
+        if not 0 <= branch < len(branches):
+            raise ValueError(f"there is no branch {branch}; the branches are 0 to {len(branches) - 1}: {words(branches)}")
+        return branch
     if isinstance(branch, (list, tuple)) and all(isinstance(b, str) for b in branch):
         branch = torch.tensor([branch_index(b, branches, None) for b in branch], dtype=torch.long)
     if not isinstance(branch, Tensor):
         raise TypeError(
-            f"a branch is a name, a list of names, or a tensor of indices, one a sample; got {branch!r}; "
+            f"a branch is a name, an index, a list of names, or a tensor of indices, one a sample; got {branch!r}; "
             f"the branches are {words(branches)}"
         )
-    if branch.is_floating_point() or branch.dtype == torch.bool:
-        raise TypeError(f"branch indices must be integers; got a tensor of {branch.dtype}; pass branch.long()")
-    branch = _one_a_sample(branch, samples, "branch")
+    branch = _one_a_sample(_integers(branch, "branch indices", "branch"), samples, "branch")
     _check_range(branch, len(branches), lambda low, high: f"branch indices run from {low} to {high}, but there are "
                  f"{len(branches)} branches: {words(branches)}")  # fmt: skip
-    return branch.long()
+    return branch
+
+
+def _integers(index: Tensor, what: str, name: str) -> Tensor:
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise TypeError(f"{what} must be integers; got a tensor of {index.dtype}; pass {name}.long()")
+    return index.long()
 
 
 def _one_a_sample(index: Tensor, samples: int | None, what: str) -> Tensor:

@@ -23,7 +23,7 @@ class route:
     Arguments left out keep the outer route's value.
 
     Args:
-        branch: a name, a name for each sample, or indices ``[N]`` into the layers' branches.
+        branch: a name or an index of a branch, or one for each sample: a list of names, or ``[N]`` integers.
         label: an integer, or ``[N]`` integers.
         style: features ``[N, C, *S]``, or :class:`StyleMoments`.
 
