@@ -362,15 +362,15 @@ def test_only_what_averages_all_batches_is_estimated_anew():
     """Not a moving average, nor what is frozen, nor batch renorm, which trains by its statistics and its count."""
     model = torch.nn.Sequential(
         normlab.BatchNorm2d(3, momentum=None), normlab.BatchNorm2d(3), normlab.BatchNorm2d(3, momentum=None),
-        normlab.BatchRenorm2d(3, momentum=None), torch.nn.BatchNorm2d(3),
+        normlab.BatchRenorm2d(3, momentum=None), torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3, momentum=None),
     )  # fmt: skip
     normlab.frozen(model[2])
-    assert averaging(model) == [model[0]]
+    assert averaging(model) == [model[0], model[5]]
     before = {n: b.clone() for n, b in model.named_buffers()}
     batches = torch.randn(12, 3, 4, 4).add(7).split(4)
     estimate(model, averaging(model), batches, lambda m, x: m(x))
     changed = {n for n, b in model.named_buffers() if not torch.equal(b, before[n])}
-    assert changed == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    assert changed == {f"{k}.{n}" for k in (0, 5) for n in ("running_mean", "running_var", "num_batches_tracked")}
     torch.testing.assert_close(model[0].running_mean, torch.cat(batches).mean((0, 2, 3)))
 
 

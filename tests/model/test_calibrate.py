@@ -1,6 +1,7 @@
 """Re-estimating running statistics: batch average with the total variance. Several ranks: see test_sync."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -41,19 +42,38 @@ def tracked(layer: nn.Module) -> int | list[int]:
         normlab.KalmanNorm2d(6),
         normlab.InstanceNorm2d(6, track_running_stats=True),
         normlab.ConditionalBatchNorm2d(6, num_classes=2),
+        nn.BatchNorm2d(6),
+        nn.BatchNorm2d(6, momentum=None),
     ],
-    ids=lambda layer: f"{type(layer).__name__}, {layer.statistics.label}",
+    ids=lambda layer: f"{type(layer).__name__}, {layer.statistics.label if hasattr(layer, 'statistics') else 'torch'}",
 )
 def test_statistics_are_those_of_all_data_at_once(layer, sizes):
     layer, data = copy.deepcopy(layer), loader(*sizes)
-    layer(data[0], *([0] if "label" in layer.wants else []))  # a past that must not show
-    run = (lambda m, x: m(x, 1)) if "label" in layer.wants else None
+    wants = getattr(layer, "wants", ())
+    layer(data[0], *([0] if "label" in wants else []))  # a past that must not show
+    run = (lambda m, x: m(x, 1)) if "label" in wants else None
     assert calibrate(layer, data, forward=run) is layer
     whole = torch.cat(data)
     mean, var = statistics(layer)
     assert_close(mean.reshape(6), whole.mean((0, 2, 3)))
     assert_close(var.reshape(6), whole.var((0, 2, 3)))  # the unbiased variance, with that between batches
     assert tracked(layer) == len(data)
+
+
+def test_batch_norms_of_torch_between_layers_of_normlab():
+    """The same statistics as in a model with normlab's layers alone, and torch's layers as they were besides."""
+    mixed = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), normlab.SwitchNorm2d(6), nn.BatchNorm2d(6))
+    same: Any = normlab.convert(copy.deepcopy(mixed), "batch", only="1|4")
+    mixed[4].eval()
+    data = loader(5, 7)
+    calibrate(mixed, data)
+    calibrate(same, data)
+    for k in (1, 3, 4):
+        assert_close(statistics(mixed[k]), statistics(same[k]))
+        assert tracked(mixed[k]) == 2
+    assert [m.training for m in mixed] == [True, True, True, True, False]
+    assert mixed[1].track_running_stats
+    assert not mixed[1]._forward_pre_hooks
 
 
 def test_groups_that_cross_channels():
@@ -287,7 +307,11 @@ def test_half_buffers_and_gradients():
 @pytest.mark.parametrize(
     ("model", "error", "said"),
     [
-        (nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)), TypeError, r"torch batch norm.*convert\(model"),
+        (
+            nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6, track_running_stats=False)),
+            ValueError,
+            "has no .*running",
+        ),
         (nn.Sequential(nn.Conv2d(6, 6, 1), normlab.GroupNorm2d(2, 6)), ValueError, "Sequential has no .*running"),
         (normlab.BatchNorm2d(6, track_running_stats=False), ValueError, "BatchNorm2d has no .*running"),
     ],

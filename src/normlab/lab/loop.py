@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import importance
 from ..engine.backends import backend
 from ..engine.messages import check_model
 from ..engine.numerics import widest
-from ..layers import Norm
-from ..model.calibrate import averaging, calibrate, estimate
+from ..model.calibrate import averaging, calibrate, estimate, tracking
 from .data import check_data
 from .errors import LabError
 from .optimizers import learning_rate
@@ -322,9 +320,7 @@ def estimate_statistics(
 
     ``show`` runs a batch of the loader through the model. Without it, the batch or its first element is the input.
     """
-    if any(isinstance(m, _BatchNorm) for m in model.modules()):
-        torch.optim.swa_utils.update_bn(loader, model)
-    elif any(isinstance(m, Norm) and m.track_running_stats for m in model.modules()):
+    if tracking(model):
         calibrate(model, loader, forward=show)
 
 

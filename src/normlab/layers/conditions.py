@@ -161,7 +161,9 @@ def branch_index(branch: Any, branches: Sequence[str], samples: int | None) -> i
         return branches.index(branch)
     if isinstance(branch, int) and not isinstance(branch, bool):
         if not 0 <= branch < len(branches):
-            raise ValueError(f"there is no branch {branch}; the branches are 0 to {len(branches) - 1}: {words(branches)}")
+            raise ValueError(
+                f"there is no branch {branch}; the branches are 0 to {len(branches) - 1}: {words(branches)}"
+            )
         return branch
     if isinstance(branch, (list, tuple)) and all(isinstance(b, str) for b in branch):
         branch = torch.tensor([branch_index(b, branches, None) for b in branch], dtype=torch.long)

@@ -5,8 +5,9 @@ After training, ``calibrate(model, loader)`` replaces the moving average. On dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from ..statistics.running import Policy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Tracking: TypeAlias = Norm | _BatchNorm
 
 
 class Observer:
@@ -62,6 +65,17 @@ class Observer:
         if present is not None:
             self.batches = present.long() if self.batches is None else self.batches + present
 
+    def see(self, x: Tensor) -> None:
+        """One batch of a layer of torch's."""
+        if not x.numel():
+            return
+        space = (0, *range(2, x.dim()))
+        var, mean = torch.var_mean(x.detach().to(widest(x.device)), space, correction=0, keepdim=True)
+        count = torch.full_like(mean, x.numel() // mean.numel())
+        part = tuple(t.reshape(1, -1) for t in (mean, var, count))
+        self.totals["running_mean"] = _merge(self.totals.get("running_mean"), part)  # type: ignore[arg-type]
+        self.batches = torch.ones(1, dtype=torch.long, device=x.device) + (0 if self.batches is None else self.batches)
+
 
 def _in_branch(t: Tensor, branch: Tensor, branches: int) -> Tensor:  # [1, G] to [branches, G], zero elsewhere
     return t.new_zeros(branches, t.shape[1]).index_add(0, branch, t)
@@ -92,6 +106,7 @@ def calibrate(
 ) -> nn.Module:
     """Set every running statistic to the mean and total variance of ``loader``'s data under the present weights.
 
+    Layers of normlab and batch norms of torch are reached.
     While the data run, the layers normalize with batch statistics and everything else is in evaluation mode. The modes
     are restored at the end. Buffers are written at the end, all at once: an interrupted call changes nothing. With
     ``torch.distributed`` initialized (or ``process_group`` given), all ranks get the same statistics, from the data of
@@ -115,12 +130,7 @@ def calibrate(
         raise TypeError(f"calibrate() takes a loader, which gives batches; got {type(loader).__name__}{one}")
     if batches is not None:
         check_number(batches, "batches")
-    if any(isinstance(m, _BatchNorm) for m in model.modules()):
-        raise TypeError(
-            "calibrate() reaches normlab layers and this model has torch batch norm; call convert(model, 'batch') "
-            "first (undo(model) or fold(model) gives torch layers back)"
-        )
-    layers = [m for m in model.modules() if isinstance(m, Norm) and m.track_running_stats]
+    layers = tracking(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no normalization layer with running statistics")
     if batches is not None:
@@ -129,52 +139,80 @@ def calibrate(
     return model
 
 
-def averaging(model: nn.Module) -> list[Norm]:
+def tracking(model: nn.Module) -> list[Tracking]:
+    """Layers with running statistics, normlab's and torch's."""
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, (Norm, _BatchNorm)) and m.track_running_stats and m.running_mean is not None
+    ]
+
+
+def averaging(model: nn.Module) -> list[Tracking]:
     """Layers whose running statistics are the average of all batches, including those of early weights.
 
     Batch renorm is left out, because it trains with its running statistics. So are layers that do not update theirs.
     """
     return [
         m
-        for m in model.modules()
-        if isinstance(m, Norm) and m.track_running_stats and m.share_of_new_batch is None and m.policy.update
-        and not m.statistics.reads_running
+        for m in tracking(model)
+        if (m.momentum is None if isinstance(m, _BatchNorm) else m.share_of_new_batch is None and m.policy.update
+        and not m.statistics.reads_running)
     ]  # fmt: skip
+
+
+@contextmanager
+def _observed(layer: Tracking, observer: Observer) -> Iterator[None]:
+    """Inside, ``layer`` normalizes with its batches and tells ``observer`` of them. Its buffers stay."""
+    if isinstance(layer, Norm):
+        before = layer.policy
+        layer.policy, layer.observer = Policy(normalize_with="batch", update=True), observer
+        try:
+            yield
+        finally:
+            layer.policy, layer.observer = before, None
+        return
+    # torch's layer takes batch statistics in training, and leaves its buffers where it does not track.
+    hook = layer.register_forward_pre_hook(lambda _, inputs: observer.see(inputs[0]))
+    layer.training, layer.track_running_stats = True, False
+    try:
+        yield
+    finally:
+        layer.track_running_stats = True
+        hook.remove()
 
 
 @torch.no_grad()
 def estimate(
     model: nn.Module,
-    layers: Sequence[Norm],
+    layers: Sequence[Tracking],
     loader: Iterable[Any],
     run: Callable[[nn.Module, Any], Any],
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Calibrate ``layers``; ``run(model, batch)`` runs each batch. The rest of the model is in evaluation mode."""
     modes = [(m, m.training) for m in model.modules()]
-    before = [layer.policy for layer in layers]
     observers = [Observer() for _ in layers]
     try:
         model.eval()
-        for layer, observer in zip(layers, observers, strict=True):
-            layer.policy, layer.observer = Policy(normalize_with="batch", update=True), observer
-        seen = 0
-        for batch in loader:
-            run(model, batch)
-            seen += 1
-        group = process_group
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        device = layers[0].get_buffer("running_mean").device
-        if not (seen if group is None else int(sum_over_ranks(torch.tensor([seen], device=device), group))):
-            raise ValueError("the loader gave no batch, so there is nothing to calibrate with")
-        for layer, observer in zip(layers, observers, strict=True):
-            _write(layer, observer, group)
+        with ExitStack() as stack:
+            for layer, observer in zip(layers, observers, strict=True):
+                stack.enter_context(_observed(layer, observer))
+            seen = 0
+            for batch in loader:
+                run(model, batch)
+                seen += 1
     finally:
-        for layer, policy in zip(layers, before, strict=True):
-            layer.policy, layer.observer = policy, None
         for module, mode in modes:
             module.training = mode
+    group = process_group
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    device = layers[0].get_buffer("running_mean").device
+    if not (seen if group is None else int(sum_over_ranks(torch.tensor([seen], device=device), group))):
+        raise ValueError("the loader gave no batch, so there is nothing to calibrate with")
+    for layer, observer in zip(layers, observers, strict=True):
+        _write(layer, observer, group)
 
 
 def _default_forward(model: nn.Module, batch: Any) -> Any:
@@ -185,15 +223,16 @@ def _default_forward(model: nn.Module, batch: Any) -> Any:
     return model(move(batch[0] if isinstance(batch, (tuple, list)) else batch))
 
 
-def _write(layer: Norm, observer: Observer, group: ProcessGroup | None) -> None:
-    if layer.process_group is not None:  # a synchronized layer saw the data of all ranks already
+def _write(layer: Tracking, observer: Observer, group: ProcessGroup | None) -> None:
+    own = isinstance(layer, Norm)
+    if own and layer.process_group is not None:  # a synchronized layer saw the data of all ranks already
         group = None
     counter = layer.get_buffer("num_batches_tracked")
     batches = observer.batches
     batches = torch.zeros_like(counter) if batches is None else batches.reshape(counter.shape)
     if group is not None:
         batches = sum_over_ranks(batches, group)
-    for names in layer._buffers_of:
+    for names in layer._buffers_of if own else [("running_mean", "running_var")]:
         if names is None:
             continue
         stored_mean, stored_var = (layer.get_buffer(n) for n in names)
@@ -209,5 +248,5 @@ def _write(layer: Norm, observer: Observer, group: ProcessGroup | None) -> None:
             new = new.reshape(stored.shape).to(stored.dtype)
             stored.copy_(torch.where(count.reshape(stored.shape) > 0, new, stored))
     counter.copy_(torch.where(batches > 0, batches, counter))
-    if observer.shape is not None:
+    if own and observer.shape is not None:
         set_run_shape(layer, observer.shape)

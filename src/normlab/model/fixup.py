@@ -123,8 +123,11 @@ def _fix_block(block: nn.Module, number: int, new: dict[int, nn.Module]) -> None
     """Initialise one of ``number`` blocks. What replaces its modules is added to ``new``, by the id of the old."""
     branch: list[nn.Module] = []
     shortcut: list[nn.Module] = []
+    pooled: list[nn.Module] = []  # shortcuts that take fewer positions of x, and have no convolution
     for key, child in block.named_children():
         (shortcut if key in _SHORTCUTS else branch).extend(child.modules())
+        if key in _SHORTCUTS and not _passes(child) and not any(isinstance(m, _CONVS) for m in child.modules()):
+            pooled.append(child)
     numbered = [m for n, m in block.named_children() if re.fullmatch(r"conv\d+", n) and isinstance(m, _CONVS)]
     convs: list[Any] = numbered or [m for m in branch if isinstance(m, _CONVS)]
     if len(convs) < 2:
@@ -141,8 +144,10 @@ def _fix_block(block: nn.Module, number: int, new: dict[int, nn.Module]) -> None
             conv.bias.zero_()
         parts = OrderedDict(bias=first_bias if k == 0 else Bias(), conv=conv)
         new[id(conv)] = _like(conv, nn.Sequential(OrderedDict(parts, scale=Scale()) if last else parts))
+    for child in pooled:  # it takes the same input as the first convolution, bias included
+        new[id(child)] = nn.Sequential(OrderedDict(bias=first_bias, shortcut=child)).train(child.training)
     for module in shortcut:
-        if isinstance(module, _CONVS):  # it takes the same input as the first convolution, bias included
+        if isinstance(module, _CONVS):  # likewise
             module.weight.normal_(0, _he(module))
             new[id(module)] = nn.Sequential(OrderedDict(bias=first_bias, conv=module)).train(module.training)
         elif is_norm(module):
@@ -150,6 +155,12 @@ def _fix_block(block: nn.Module, number: int, new: dict[int, nn.Module]) -> None
     for module in branch:
         if is_norm(module):
             new[id(module)] = _in_place_of(module, Bias())
+
+
+def _passes(shortcut: nn.Module) -> bool:
+    """Whether a shortcut gives back what it is given."""
+    parts = [m for m in shortcut.modules() if not m._modules]
+    return all(isinstance(m, (nn.Identity, nn.Sequential, nn.Dropout)) or is_norm(m) for m in parts)
 
 
 def _he(conv: Any) -> float:
