@@ -88,6 +88,43 @@ def test_a_block_computes_the_papers_formula():
         torch.testing.assert_close(block(x), wanted)
 
 
+class Pooled(nn.Module):
+    """A block whose shortcut takes fewer positions and adds channels of zeros, as in residual networks for CIFAR."""
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(into, out, 3, 2, 1, bias=False), nn.BatchNorm2d(out)
+        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.shortcut = nn.AvgPool2d(1, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+        kept = self.shortcut(x)
+        return (y + torch.cat((kept, torch.zeros_like(kept)), 1)).relu()
+
+
+def test_a_pooled_shortcut_takes_the_first_bias():
+    block: Any = fixup(nn.Sequential(Pooled(4, 8)))[0]  # type: ignore[index]
+    scalars = [m for m in block.modules() if isinstance(m, (Bias, Scale))]
+    assert len(scalars) == 5
+    with torch.no_grad():
+        block.conv2.conv.weight.normal_(0, 0.1)
+        for m in scalars:
+            next(m.parameters()).normal_()
+        x = torch.randn(2, 4, 6, 6)
+        b1, b2, b3, b4 = block.conv1.bias.bias, block.bn1.bias, block.conv2.bias.bias, block.bn2.bias
+        branch = block.conv2.scale.scale * block.conv2.conv((block.conv1.conv(x + b1) + b2).relu() + b3) + b4
+        kept = (x + b1)[:, :, ::2, ::2]
+        torch.testing.assert_close(block(x), (branch + torch.cat((kept, torch.zeros_like(kept)), 1)).relu())
+
+
+def test_a_shortcut_that_gives_back_its_input_has_no_bias():
+    block: Any = Pooled(4, 4)
+    block.shortcut = nn.Sequential(nn.Identity())
+    fixup(nn.Sequential(block))
+    assert not any(isinstance(m, Bias) for m in block.shortcut.modules())
+
+
 def test_every_scalar_learns_at_a_tenth():
     model = fixup(resnet(BasicBlock, 1, 1, 1, 1))
     others, scalars = fixup_parameters(model, 0.5)

@@ -53,9 +53,9 @@ def fixup(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Mod
     A block ``relu(norm2(conv2(relu(norm1(conv1(x))))) + identity)`` becomes
     ``relu(scale * conv2(relu(conv1(x + b1) + b2) + b3) + b4 + identity)`` with scalars b and scale. Of L blocks with m
     convolutions, the last convolution starts at zero and the others at He's deviation times ``L ** (-1 / (2m - 2))``.
-    Norm layers outside of blocks become a scalar bias, and those of shortcuts are removed. Other convolutions start at
-    He's deviation, and the last linear layer at zero. Convolutions of blocks are one level deeper afterwards,
-    ``conv1.conv``.
+    Norm layers outside of blocks become a scalar bias, and those of shortcuts are removed. A shortcut with a
+    convolution or pooling takes ``x + b1``. Other convolutions start at He's deviation. The last linear layer starts at
+    zero and takes ``x + b``. Convolutions of blocks are one level deeper afterwards, ``conv1.conv``.
 
     Args:
         blocks: the residual blocks. By default, modules with ``conv1``, ``conv2`` ... and a ``downsample`` or
