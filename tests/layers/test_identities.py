@@ -666,6 +666,30 @@ def test_predicted_moments_serve_as_a_prior():
     assert_close(second.running_mean, 0.1 * second.posterior[0])  # type: ignore[index]
 
 
+def test_a_posterior_carries_no_gradient():
+    """Gradients of a prior stop at the posterior, and reach the convolution that predicts."""
+    first, conv = normlab.KalmanNorm2d(8), nn.Conv2d(8, 8, 3)
+    x = torch.randn(6, 8, 9, 9, requires_grad=True)
+    first(x)
+    assert first.posterior is not None
+    assert not any(t.requires_grad for t in first.posterior)
+    prior = normlab.predict_statistics(first.posterior, conv, (9, 9))
+    prior[1].sum().backward()
+    assert x.grad is None
+    assert conv.weight.grad is not None
+
+
+@pytest.mark.parametrize("make", [
+    lambda std: normlab.SandwichBatchNorm2d(400, num_classes=3, init_std=std),
+    lambda std: normlab.SandwichAuxiliaryBatchNorm2d(400, init_std=std),
+], ids=["classes", "branches"])  # fmt: skip
+def test_the_shared_weight_of_a_sandwich_is_drawn_too(make):
+    for weight in (p for n, p in make(0.02).named_parameters() if "weight" in n):
+        assert abs(float(weight.detach().std()) - 0.02) < 0.004
+        assert abs(float(weight.detach().mean()) - 1) < 0.005
+    assert all(p.eq(1).all() for n, p in make(0.0).named_parameters() if "weight" in n)
+
+
 def test_rows_of_the_table_that_say_the_same_agree():
     """Cells of the two axes, written as names and as classes."""
     pairs = [

@@ -67,7 +67,8 @@ class Norm(nn.Module):
         ghost: pools over the batch take statistics of this many samples at a time.
         eps, momentum, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``. ``momentum=None`` is a
             cumulative average.
-        init_std: class and branch weights start from a normal distribution of this deviation about one.
+        init_std: class and branch weights, and the weight that they share in a sandwich, start from a normal
+            distribution of this deviation about one.
         key_size: channels a key, for ``"predicted"``.
         act: an activation that follows, ``"relu"``, ``"leaky_relu"`` or ``"silu"``; where kernels run, in the same pass
             over the input. A ``residual`` given to ``forward`` is added before it.
@@ -206,9 +207,10 @@ class Norm(nn.Module):
     def _jitter(self) -> None:
         if not self.init_std:
             return
+        second = {"class", "branch"} & set(self.affine_terms)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if name == "class_weight" or name.startswith("branch_weight."):
+                if name == "class_weight" or name.startswith("branch_weight.") or (name == "weight" and second):
                     parameter.normal_(1, self.init_std)
 
     def _make_buffers(self, device: Any, dtype: torch.dtype | None) -> None:

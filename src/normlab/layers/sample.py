@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..engine.arguments import check_arguments
+from ..engine.numerics import at_least_float32
 from ..statistics.pools import Pool, group, instance, layer
 from ..statistics.positional import Positional
 from ..statistics.registry import register
+from .checks import check_input
 from .norm import Norm
 
 __all__ = [
@@ -73,7 +76,10 @@ class GroupNorm(Norm):
 
 @register("positional")
 class PositionalNorm(Norm):
-    """Positional norm: one mean and variance at each position, over the channels; affine map a channel."""
+    """Positional norm: one mean and variance at each position, over the channels; affine map a channel.
+
+    :meth:`moments` gives what a moment shortcut hands to a later layer.
+    """
 
     def __init__(
         self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None,
@@ -82,6 +88,19 @@ class PositionalNorm(Norm):
         act: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(num_features, Positional(), affine, eps=eps, device=device, dtype=dtype, act=act)
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and the standard deviation at each position, ``[N, 1, *S]``.
+
+        >>> import torch
+        >>> layer, x = PositionalNorm2d(8, affine=False), torch.randn(2, 8, 5, 5)
+        >>> mean, std = layer.moments(x)
+        >>> torch.allclose(layer(x) * std + mean, x, atol=1e-5)
+        True
+        """
+        check_input(self, x)
+        var, mean = torch.var_mean(at_least_float32(x), 1, correction=0, keepdim=True)
+        return mean.to(x.dtype), (var + self.eps).sqrt().to(x.dtype)
 
 
 # fmt: off
