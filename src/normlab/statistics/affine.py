@@ -129,7 +129,7 @@ class Predicted:
 
 
 class PredictedOfPools(Predicted, PooledRule):
-    """Likewise of a rule on statistics of pools, and one itself: the keys are a pool more."""
+    """The same around a rule on statistics of pools. The keys are one more pool, so autograd records little."""
 
     rule: PooledRule
 
@@ -154,7 +154,7 @@ def select(table: Tensor, index: int | Tensor) -> Tensor:
 
 
 def select_branch(tables: Mapping[str, Tensor], branches: Sequence[str], index: int | Tensor) -> Tensor:
-    """Likewise from one tensor a branch; one branch for the whole batch leaves the others without gradient."""
+    """The same from one tensor for each branch. One branch for the whole batch leaves the others without gradient."""
     if isinstance(index, int):
         return tables[branches[index]]
     return take(torch.stack([tables[b] for b in branches]), index)

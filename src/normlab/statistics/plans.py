@@ -58,10 +58,7 @@ def make_segments(
 
 
 class Plan:
-    """A pool carried out on ``[N, R]``: sums over pools and the way back to rows.
-
-    ``average`` of a tensor on rows is self-adjoint up to the number of elements, so forward and backward share it.
-    """
+    """A pool carried out on ``[N, R]``: sums over pools and the way back to rows."""
 
     def __init__(self, pool: Pool, rows: Rows, segments: Segments, process_group: ProcessGroup | None = None) -> None:
         self.pool, self.rows = pool, rows

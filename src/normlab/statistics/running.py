@@ -1,7 +1,7 @@
 """Running statistics: what is tracked, how it is updated, and who may say no.
 
 Which statistics normalize and whether the running ones move are two explicit things (:class:`Policy`), both scoped by
-:mod:`normlab.state`.
+:mod:`normlab.model.scopes`.
 """
 
 from __future__ import annotations
