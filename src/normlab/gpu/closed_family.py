@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..engine.rows import Rows
 from ..statistics.activation import LEAK
-from ..statistics.affine import NO_MAP, Affine
+from ..statistics.affine import Affine, SecondMap
 from ..statistics.plans import Plan, Pooled, Segments
 from .autograd import NO_BOUNDS, NoGradInputs, for_kernels, run
 from .closed_family_launches import ClosedFamilyConfig, ClosedFamilyPlan, plans_for
@@ -77,7 +77,7 @@ def config_of(
     return ClosedFamilyConfig(
         shape, rule.instance, 0 if rule.sample is None else rule.sample.groups,
         0 if rule.batch is None else rule.batch.groups, live, number, mixed, rule.order, logits, renorm, False,
-        False, NO_MAP, 0, False, branches, segments.ghost,
+        False, SecondMap.NONE, 0, False, branches, segments.ghost,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..statistics.affine import NO_MAP, ONE_MAP, SMALL_TABLE, TABLE
+from ..statistics.affine import SecondMap
 from .kernels import batch_norm as batch_norm_kernels
 from .kernels import closed_family as closed_family_kernels
 from .launch_plans import LaunchPlan, LaunchPlans, fits_one_launch, launches_of
@@ -39,7 +39,7 @@ class ClosedFamilyConfig(NamedTuple):
     renorm: bool
     update: bool  # running statistics move
     shared: bool  # there is a first affine map
-    second: int  # the second affine map: one of normlab.statistics.affine.NO_MAP, ...
+    second: SecondMap
     act: int
     residual: bool
     table: int = 0  # rows of the table, for SMALL_TABLE
@@ -83,7 +83,7 @@ class ClosedFamilyPlan(LaunchPlan):
         self.meet = fits_one_launch(shape)
         mixed = config.instance or has_sample or config.mixed or config.segments > 1 or config.renorm
         plain = has_batch and not mixed and config.batch_groups == shape.c == width
-        if plain and config.second in (NO_MAP, ONE_MAP):
+        if plain and config.second in (SecondMap.NONE, SecondMap.ONE):
             self._plan_batch_norm()
         else:
             self._plan_launches(programs)
@@ -96,7 +96,7 @@ class ClosedFamilyPlan(LaunchPlan):
             batch = blocks if self.live else ceil(self.batch_cells, self.long)
         by_channels = ceil(shape.c, _COLUMNS)
         affine = by_channels if config.shared or config.second or config.logits > 1 else 0
-        table_rows = {TABLE: shape.n, SMALL_TABLE: config.table}.get(config.second, 0)
+        table_rows = {SecondMap.TABLE: shape.n, SecondMap.SMALL_TABLE: config.table}.get(config.second, 0)
         return _Programs(self.sample_cells, batch, batch if self.live else 0, affine, table_rows * by_channels)
 
     def _plan_launches(self, programs: _Programs) -> None:
@@ -113,9 +113,10 @@ class ClosedFamilyPlan(LaunchPlan):
         blocks = (_COLUMNS, self.long, BLOCK)
         flags = (
             config.instance, config.sample_groups > 0, config.batch_groups > 0, config.mixed, config.ghost > 0,
-            *config.order, config.logits, config.shared, config.second, config.renorm, config.act, config.residual,
+            *config.order, config.logits, config.shared, config.second.value, config.renorm, config.act,
+            config.residual,
         )  # fmt: skip
-        whole_rows = not shape.channels_last and moments.second >= shape.s
+        whole_rows = not shape.channels_last and moments.inner >= shape.s
         forward = (
             *sizes, programs.batch, *splits, shape.unit, *moments[:2], *writing[:2], whole_rows, self.reads, self.live,
             self.wide, config.update, fewer, *blocks, *flags,
@@ -155,8 +156,8 @@ class ClosedFamilyPlan(LaunchPlan):
             shape.n, shape.c, shape.rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits,
             shape.unit,
         )  # fmt: skip
-        whole_rows = not shape.channels_last and moments.second >= shape.s
-        flags = (config.shared, config.second, config.act, config.residual)
+        whole_rows = not shape.channels_last and moments.inner >= shape.s
+        flags = (config.shared, config.second.value, config.act, config.residual)
         forward = (*sizes, *moments[:2], *writing[:2], whole_rows, *blocks, self.live, config.update, *flags)
         backward = (*sizes, *summing[:2], *writing[:2], *blocks, self.live, *flags)
         middle = ceil(shape.c, _CHANNELS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..statistics.affine import SecondMap
 from .kernels import mode_norm as mode_norm_kernels
 from .launch_plans import LaunchPlan, LaunchPlans, fits_one_launch, launches_of
 from .shapes import Shape
@@ -29,7 +30,7 @@ class ModeNormConfig(NamedTuple):
     live: bool  # statistics of this batch
     update: bool  # running statistics move
     shared: bool  # there is a first affine map
-    second: int  # the second affine map: NO_MAP, ONE_MAP or PER_SAMPLE of normlab.statistics.affine
+    second: SecondMap  # NONE, ONE or PER_SAMPLE
     act: int
     residual: bool
 
@@ -48,10 +49,10 @@ class ModeNormPlan(LaunchPlan):
         sizes = (
             n, c, rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits, shape.unit
         )  # fmt: skip
-        whole_rows = not shape.channels_last and moments.second >= shape.s
+        whole_rows = not shape.channels_last and moments.inner >= shape.s
         width = power(k)
         blocks = (min(power(n), _SAMPLES), _COLUMNS, min(power(c), max(16, _TILE // width)), BLOCK, k, width)
-        flags = (config.shared, config.second, config.act, config.residual)
+        flags = (config.shared, config.second.value, config.act, config.residual)
         by_channels = ceil(c, _COLUMNS)
         self.meet = fits_one_launch(shape)
         forward_programs = (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..statistics.affine import PER_SAMPLE
+from ..statistics.affine import SecondMap
 from .kernels import positional_norm as positional_norm_kernels
 from .launch import Launch
 from .launch_plans import LaunchPlan, LaunchPlans
@@ -45,7 +45,7 @@ class PositionalNormConfig(NamedTuple):
 
     shape: Shape
     shared: bool  # one affine map for all samples
-    second: int  # NO_MAP or PER_SAMPLE of normlab.statistics.affine
+    second: SecondMap  # NONE or PER_SAMPLE
     act: int
     residual: bool
     centered: bool  # whether the mean is taken off
@@ -58,7 +58,7 @@ class PositionalNormPlan(LaunchPlan):
         self.config, self.shape = config, config.shape
         shape = config.shape
         (n, c, s), last = shape[:3], shape.channels_last
-        per_sample = config.second == PER_SAMPLE
+        per_sample = config.second == SecondMap.PER_SAMPLE
         affine = config.shared or per_sample
         if (last or s == 1) and not per_sample:  # positions of all samples lie one after the other
             n, s, last = 1, n * s, True

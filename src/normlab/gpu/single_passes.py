@@ -24,10 +24,10 @@ def pass_launch(
     """
     t = tiles(shape, name if name in PASSES else "write")
     sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
-    fixed = (*sizes, shape.unit, t.first, t.second)
+    fixed = (*sizes, shape.unit, t.outer, t.inner)
     programs = ceil(shape.rows * (2 if name == "sums" else 1), JOINED) if join else t.programs
     if name == "moments":
-        fixed = (at, *fixed, not shape.channels_last and t.second >= shape.s, BLOCK, join)
+        fixed = (at, *fixed, not shape.channels_last and t.inner >= shape.s, BLOCK, join)
     elif name == "sums":
         fixed = (*fixed, act, residual, per_channel, BLOCK, join)
     elif name == "apply":

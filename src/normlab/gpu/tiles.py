@@ -30,8 +30,8 @@ def ceil(a: int, b: int) -> int:
 class Tiles(NamedTuple):
     """The part of a row, or of an image, that a program takes."""
 
-    first: int  # rows; channels last: positions
-    second: int  # positions; channels last: channels
+    outer: int  # rows; channels last: positions
+    inner: int  # positions; channels last: channels
     programs: int
     per_split: int  # channels last: positions in one split of a row
     splits: int

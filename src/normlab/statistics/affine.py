@@ -15,6 +15,7 @@ into one effective weight and bias for each sample before ``x`` is touched, so a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -160,9 +161,14 @@ def select_branch(tables: Mapping[str, Tensor], branches: Sequence[str], index: 
     return take(torch.stack([tables[b] for b in branches]), index)
 
 
-# The second map of an `Affine`: none; one for the batch; a row of a table for each sample; one for each sample; a row
-# of a table so small that its gradients are summed row by row. The kernels know these numbers.
-NO_MAP, ONE_MAP, TABLE, PER_SAMPLE, SMALL_TABLE = range(5)
+class SecondMap(IntEnum):
+    """The second map of an :class:`Affine`. The kernels know these numbers."""
+
+    NONE = 0
+    ONE = 1  # for the batch
+    TABLE = 2  # of which each sample takes a row
+    PER_SAMPLE = 3
+    SMALL_TABLE = 4  # likewise, and its gradients are summed row by row
 
 
 class Affine(NamedTuple):
@@ -176,12 +182,12 @@ class Affine(NamedTuple):
     few: bool = False  # whether these are so few that gradients are summed row by row
 
     @property
-    def second(self) -> int:
+    def second(self) -> SecondMap:
         if self.weight2 is None:
-            return NO_MAP
+            return SecondMap.NONE
         if self.label is not None:
-            return SMALL_TABLE if self.few else TABLE
-        return ONE_MAP if self.weight2.numel() == self.weight2.shape[-1] else PER_SAMPLE
+            return SecondMap.SMALL_TABLE if self.few else SecondMap.TABLE
+        return SecondMap.ONE if self.weight2.numel() == self.weight2.shape[-1] else SecondMap.PER_SAMPLE
 
     def composed(self) -> tuple[Tensor | None, Tensor | None]:
         """One weight and bias, ``[C]``, ``[1, C]`` or ``[N, C]``."""

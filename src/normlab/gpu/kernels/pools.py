@@ -14,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...statistics import affine
+from ...statistics.affine import SecondMap
 
 # The values of SECOND except zero.
-ONE_MAP = tl.constexpr(affine.ONE_MAP)
-TABLE = tl.constexpr(affine.TABLE)
-PER_SAMPLE = tl.constexpr(affine.PER_SAMPLE)
-SMALL_TABLE = tl.constexpr(affine.SMALL_TABLE)
+ONE_MAP = tl.constexpr(SecondMap.ONE.value)
+TABLE = tl.constexpr(SecondMap.TABLE.value)
+PER_SAMPLE = tl.constexpr(SecondMap.PER_SAMPLE.value)
+SMALL_TABLE = tl.constexpr(SecondMap.SMALL_TABLE.value)
 
 
 @triton.jit

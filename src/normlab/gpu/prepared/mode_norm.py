@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...engine.contract import Rule
-from ...statistics.affine import NO_MAP, Affine
+from ...statistics.affine import Affine, SecondMap
 from ...statistics.base import Sources
 from ..autograd import NoGradInputs, run
 from ..mode_norm_launches import ModeNormConfig, ModeNormPlan, plans_for
@@ -22,7 +22,9 @@ class PreparedModeNorm(PreparedWhole):
         self.layer_branch, self.live, self.update = branch, live, update
         self.statistics: Any = layer.statistics
         shape = shape_of(x, rows, dense(x)[1])
-        config = ModeNormConfig(shape, self.statistics.number, live, update, False, NO_MAP, act=0, residual=False)
+        config = ModeNormConfig(
+            shape, self.statistics.number, live, update, False, SecondMap.NONE, act=0, residual=False
+        )
         super().__init__(config, plans_for, rows)
 
     def __call__(

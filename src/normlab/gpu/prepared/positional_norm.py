@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...engine.rows import Rows
-from ...statistics.affine import NO_MAP, Affine
+from ...statistics.affine import Affine, SecondMap
 from ...statistics.positional import OfPositions
 from ..autograd import NoGradInputs, run
 from ..launch_plans import LaunchPlan
@@ -22,13 +22,13 @@ class PreparedPositionalNorm(PreparedWhole):
         self.centered: bool = statistics.centered
         rows = Rows(x.shape[1])
         shape = shape_of(x, rows, dense(x)[1])
-        super().__init__(PositionalNormConfig(shape, False, NO_MAP, 0, False, self.centered), plans_for, rows)
+        super().__init__(PositionalNormConfig(shape, False, SecondMap.NONE, 0, False, self.centered), plans_for, rows)
 
     def __call__(
         self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None,
         sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (),
     ) -> Tensor:  # fmt: skip
-        if affine.second != NO_MAP:
+        if affine.second != SecondMap.NONE:
             affine = self._as_one_map(affine)
         plans, entry = self.serving(layer, affine, residual)
         eps, x = float(layer.eps), dense(x)[0]

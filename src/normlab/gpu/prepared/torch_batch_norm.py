@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...engine.backends import must_trace, one_launch, triton_is_forced
 from ...statistics import running
-from ...statistics.affine import NO_MAP, Affine
+from ...statistics.affine import Affine, SecondMap
 from ..closed_family_launches import ClosedFamilyConfig
 from ..host import library
 from .calls import QuickCall, fits
@@ -49,7 +49,7 @@ class TorchBatchNorm:
 
     def serves(self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None) -> bool:
         """Whether torch's operator serves this call."""
-        if affine.second != NO_MAP or layer.act is not None or residual is not None:
+        if affine.second != SecondMap.NONE or layer.act is not None or residual is not None:
             return False
         if affine.weight is not None and affine.weight.dtype not in (torch.float32, x.dtype):
             return False
