@@ -159,13 +159,13 @@ def work(rank: int, world: int, folder: str) -> None:
             seen["ghosts", name] = trained(streams_of(BASE, norm), data(40), ranks=ranks)
         for sync in (True, False):
             seen["small", sync] = trained(*small_batches(sync), ranks=ranks)
-        seen["phases"] = trained(BASE, ranks=ranks, recipe=TwoPhases())
+        seen["phases"] = trained(BASE, ranks=ranks, task=TwoPhases())
         own = home / f"disk{rank}"  # as on machines that share no disk
         seen["one to two"] = resumed(home / "one" if rank == 0 else own, ranks)
         with Stop():
             resumed(home / "two" if rank == 0 else own, ranks)
         assert not own.exists()
-        seen["apart"] = error_of(lambda: trained(BASE, ranks=ranks, recipe=Apart()))
+        seen["apart"] = error_of(lambda: trained(BASE, ranks=ranks, task=Apart()))
         seen["too small"] = error_of(lambda: trained(replace(BASE, batch_size=1), ranks=ranks))
         seen["ghost"] = error_of(lambda: trained(replace(BASE, norm="batch(ghost=2)", sync_norm=True), ranks=ranks))
         seen["led"] = lead(ranks, lambda: "the command's")
@@ -225,7 +225,7 @@ def test_a_rank_without_an_image_changes_nothing(two, sync):
 
 
 def test_every_phase_sums_its_own_gradients(two):
-    compare([seen["phases"] for seen in two], trained(BASE, recipe=TwoPhases()))
+    compare([seen["phases"] for seen in two], trained(BASE, task=TwoPhases()))
 
 
 def test_a_run_is_taken_up_by_any_number_of_ranks(two, tmp_path):

@@ -142,6 +142,10 @@ def test_labels_that_are_mixed(data):
     assert torch.allclose(found, F.cross_entropy(logits, target, label_smoothing=0.1))
 
 
+def first(data):
+    return data.rows("train", torch.arange(32), torch.device("cpu"))
+
+
 # Attacks through the stream's own branch --------------------------------------------------------------------------
 
 
@@ -150,8 +154,8 @@ def test_attacks_move_the_statistics_of_their_own_branch_at_most(data, how, aux_
     streams = streams_of(f"streams(main=identity, aux=pgd(eps=0.1, units=pixels, steps=3, {how}))")
     model, alone = (build("small", data, "auxiliary", seed=0, width=4) for _ in range(2))
     ctx = context(data)
-    batch = streams.images(*(t[:32] for t in data.train), ctx, ctx.generator)
-    batch = batch._replace(x=batch.x / 255, more=(*batch.more[:2], batch.more[2] / 255, *batch.more[3:]))
+    batch = streams.prepare(first(data), ctx, ctx.generator)
+    batch = batch.with_(x=batch.x / 255, x2=batch.x2 / 255)
     streams.step(model.train(), batch, ctx)["loss"].backward()
     with route(alone.train(), branch="main"):
         alone(batch.x)
@@ -182,11 +186,11 @@ def test_attack_is_of_the_images_of_the_other_stream_unless_said(data):
     ctx, crop = context(data), replace(data, crop=2)
     ctx = replace(ctx, data=crop)
     same = streams_of("streams(main=standard, aux=pgd(eps=0.1, units=pixels))")
-    batch = same.images(*(t[:32] for t in data.train), ctx, torch.Generator().manual_seed(0))
-    assert torch.equal(batch.x, batch.more[2]) and not torch.equal(batch.x, data.train.x[:32])
+    batch = same.prepare(first(data), ctx, torch.Generator().manual_seed(0))
+    assert torch.equal(batch.x, batch.x2) and not torch.equal(batch.x, data.train.x[:32])
     apart = streams_of("streams(main=standard, aux=pgd(eps=0.1, units=pixels, of=identity))")
-    batch = apart.images(*(t[:32] for t in data.train), ctx, torch.Generator().manual_seed(0))
-    assert torch.equal(batch.more[2], data.train.x[:32]) and not torch.equal(batch.x, batch.more[2])
+    batch = apart.prepare(first(data), ctx, torch.Generator().manual_seed(0))
+    assert torch.equal(batch.x2, data.train.x[:32]) and not torch.equal(batch.x, batch.x2)
 
 
 # Training ----------------------------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ def test_branches_learn_their_own_images(data):
 
     model = build("small", whole, "auxiliary", seed=0)
     settings = Settings(data="digits", norm="auxiliary", epochs=4, batch_size=32)
-    fit(model, whole, settings, recipe=two_streams(main="identity", aux=inverted, forward="one"))
+    fit(model, whole, settings, task=two_streams(main="identity", aux=inverted, forward="one"))
     negative = replace(whole, test=Images(255 - whole.test.x, whole.test.y))
     own, other = measure(model, whole, ["clean(branch=main)", "clean(branch=aux)"])
     there, here = measure(model, negative, ["clean(branch=main)", "clean(branch=aux)"])
@@ -236,7 +240,7 @@ def test_branches_learn_their_own_images(data):
 def test_averaged_weights_have_statistics_of_both_branches(data):
     model = build("small", data, "auxiliary", seed=0, width=4)
     streams = two_streams(main="identity", aux=lambda x, y, data, draw: x // 2)
-    fit(model, data, Settings(data="digits", epochs=1, batch_size=32, ema=0.9), recipe=streams)
+    fit(model, data, Settings(data="digits", epochs=1, batch_size=32, ema=0.9), task=streams)
     first: Any = next(m for m in model.modules() if hasattr(m, "running_mean"))
     assert first.num_batches_tracked.tolist() == [5, 5]
     low, high = first.running_var[1].sum(), first.running_var[0].sum()
@@ -331,7 +335,7 @@ def _trained() -> nn.Module:
     data = load("digits").subset(160, 80)
     model = build("small", data, "auxiliary", seed=0)
     settings = Settings(data="digits", epochs=6, batch_size=16, lr=0.05)
-    fit(model, data, settings, recipe=two_streams(main="identity", aux=noisy))
+    fit(model, data, settings, task=two_streams(main="identity", aux=noisy))
     return model
 
 
@@ -474,7 +478,7 @@ def test_bad_recipes_are_refused_in_a_sentence(data, text, norm, said):
 def test_bad_makers_are_refused_in_a_sentence(data, maker, said):
     with pytest.raises(LabError) as error:
         fit(build("small", data, "auxiliary", seed=0, width=4), data, Settings(data="digits"),
-            recipe=two_streams(main="identity", aux=maker))  # fmt: skip
+            task=two_streams(main="identity", aux=maker))  # fmt: skip
     assert said in str(error.value)
 
 
@@ -488,7 +492,7 @@ def own_net(branches=("main", "aux"), outputs: int = 10) -> nn.Module:
 def test_an_attack_may_be_an_object_and_its_standardised_units_those_of_the_data(data):
     def trained(aux: Any) -> Any:
         model = own_net()
-        line = fit(model, data, Settings(epochs=1), recipe=two_streams(main="identity", aux=aux)).epochs[0]
+        line = fit(model, data, Settings(epochs=1), task=two_streams(main="identity", aux=aux)).epochs[0]
         return {k: v for k, v in line.items() if k != "seconds"}
 
     assert len(set(data.std)) == 1
@@ -498,7 +502,7 @@ def test_an_attack_may_be_an_object_and_its_standardised_units_those_of_the_data
     inside = trained(pgd(eps=grey, units="pixels", steps=2))
     assert {k: pytest.approx(v, rel=1e-4) for k, v in inside.items()} == told
     alone = Adversarial(pgd(eps=0.5, units="standardised", steps=2))
-    assert fit(build("linear", data, "none", seed=0), data, Settings(epochs=1), recipe=alone).epochs
+    assert fit(build("linear", data, "none", seed=0), data, Settings(epochs=1), task=alone).epochs
 
 
 def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
@@ -512,7 +516,7 @@ def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
 
     assert loss(x) == pytest.approx(loss(x / 255), rel=1e-5)
     whole = replace(data, train=Images(data.train.x / 255, data.train.y))  # such data are trained on too
-    assert fit(own_net(), whole, Settings(epochs=1), recipe=streams).epochs[0]["loss"] < 4
+    assert fit(own_net(), whole, Settings(epochs=1), task=streams).epochs[0]["loss"] < 4
     for call, said in (
         (lambda: loss(x / 255 - 0.5), "the stream main is given pixels from -0.5 to 0.5"),
         (lambda: loss(x, source=(x, y)), "loss() takes normlab.lab.Data; got tuple"),
@@ -536,7 +540,7 @@ def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
 
 def test_two_of_three_branches_are_named(data):
     model = own_net(("a", "b", "c"))
-    fit(model, data, Settings(epochs=1), recipe=two_streams(a="identity", c="cutout"))
+    fit(model, data, Settings(epochs=1), task=two_streams(a="identity", c="cutout"))
     with pytest.raises(LabError, match=r"this model has a, b and c; name two of them, branches=\[a, b\]"):
         measure(model, data, ["clean(mix=0.5)"])
     texts = ["clean(branch=a)", "clean(branch=c)", "clean(mix=1, branches=[a, c])",
@@ -556,13 +560,13 @@ def test_two_of_three_branches_are_named(data):
 
 def test_weights_of_ones_own_network_are_found_again(data, tmp_path):
     streams = two_streams(main="identity", aux="cutout")
-    fit(own_net(), data, Settings(epochs=1, data="digits"), recipe=streams, folder=tmp_path)
+    fit(own_net(), data, Settings(epochs=1, data="digits"), task=streams, folder=tmp_path)
     with pytest.raises(LabError, match=r"where fit\(\) trained one of your own, load them into it"):
         load_model(tmp_path)
     with pytest.raises(LabError, match=r"other settings \(epochs was 1 and is 2 now\); choose another folder"):
-        fit(own_net(), data, Settings(epochs=2, data="digits"), recipe=streams, folder=tmp_path)
+        fit(own_net(), data, Settings(epochs=2, data="digits"), task=streams, folder=tmp_path)
     with pytest.raises(LabError, match=r"Settings\(recipe='streams\(main=flip, aux=cutout\)'\)"):
-        fit(own_net(), data, Settings(), recipe=cast(Any, "streams(main=flip, aux=cutout)"))
+        fit(own_net(), data, Settings(), task=cast(Any, "streams(main=flip, aux=cutout)"))
 
 
 @pytest.mark.parametrize(
@@ -602,7 +606,7 @@ def test_a_folder_keeps_to_the_recipe_that_it_began_with(data, tmp_path):
     def go(noise: Any) -> Any:
         model = build("small", data, "auxiliary", seed=0, width=4)
         settings = Settings(data="digits", norm="auxiliary", epochs=1)
-        return fit(model, data, settings, recipe=two_streams(main="identity", aux=noise), folder=tmp_path).epochs
+        return fit(model, data, settings, task=two_streams(main="identity", aux=noise), folder=tmp_path).epochs
 
     first = go("gaussian(std=0.1)")
     assert go("gaussian(std=0.1)") == first

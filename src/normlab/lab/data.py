@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 
 from ..engine.messages import nearest
 from .errors import LabError
-from .readers import SOURCES, Images, Parts, Source, read_folder
+from .readers import SOURCES, Format, Images, Parts, read_folder
+from .tasks import Batch, Source
 
 __all__ = ["NAMES", "Data", "Images", "augment", "check_batch", "check_data", "load", "pixels", "resize"]
 
@@ -25,7 +27,7 @@ NAMES: dict[str, str] = {name: source.about for name, source in SOURCES.items()}
 
 
 @dataclass(frozen=True)
-class Data:
+class Data(Source):
     """Images to train on and images to test on.
 
     ``mean`` and ``std`` are those of the training pixels in [0, 1], for each channel. ``flip`` says whether a mirrored
@@ -72,6 +74,27 @@ class Data:
     def size(self) -> tuple[int, int]:
         """Height and width."""
         return self.test.x.shape[2], self.test.x.shape[3]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a network must know of its data."""
+        return {name: getattr(self, name) for name in ("name", "channels", "size", "classes", "mean", "std")}
+
+    def number(self, part: str) -> int:
+        return len(self._part(part).y)
+
+    def rows(self, part: str, index: Tensor, device: torch.device) -> Batch:
+        images = self._part(part)
+        index = index.to(images.y.device)
+        return Batch(x=images.x[index], y=images.y[index]).to(device)
+
+    def size_of_row(self, part: str) -> int:
+        return self.test.x[0].numel() if len(self.test.x) else self.train.x[0].numel()
+
+    def _part(self, part: str) -> Images:
+        if part not in ("train", "test"):
+            raise LabError(f"{self.name} has no part {part!r}; expected train or test")
+        return self.train if part == "train" else self.test
 
     def to(self, device: torch.device | str) -> Data:
         train, test = (Images(part.x.to(device), part.y.to(device)) for part in (self.train, self.test))
@@ -212,7 +235,7 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False, s
     return data if size is None or data.size == (size, size) else _resized(data, size)
 
 
-def _read(name: str, source: Source, root: Path, download: bool) -> Parts:
+def _read(name: str, source: Format, root: Path, download: bool) -> Parts:
     # Errors of torchvision, PIL, numpy, gzip and pickle for damaged files, and of urllib without a network.
     trouble = (
         OSError, EOFError, RuntimeError, ValueError, KeyError, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError
@@ -231,7 +254,7 @@ def _read(name: str, source: Source, root: Path, download: bool) -> Parts:
     return parts
 
 
-def _ways(source: Source) -> str:
+def _ways(source: Format) -> str:
     return (
         f"download it (download=True, --download), put {source.files} there, or set NORMLAB_DATA (or root=) "
         "to the folder that has it"

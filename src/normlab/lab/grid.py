@@ -13,6 +13,7 @@ from . import settings as settings_
 from . import toml
 from .errors import LabError
 from .settings import Settings
+from .tasks import task_of
 
 if TYPE_CHECKING:
     from .evaluate import Measurement
@@ -125,10 +126,10 @@ def _listed(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def measurements_of(texts: Sequence[str]) -> list[Measurement]:
-    from .evaluate import parse
-
-    found = {m.name: m for m in map(parse, _listed(texts))}  # the same one under two spellings is one
+def measurements_of(texts: Sequence[str], settings: Settings | None = None) -> list[Measurement]:
+    """The measurements of those texts, as the task of the settings reads them."""
+    task = task_of(settings or Settings())
+    found = {m.name: m for m in map(task.measurement, _listed(texts))}  # the same one under two spellings is one
     return list(found.values())
 
 

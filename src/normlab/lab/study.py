@@ -28,8 +28,10 @@ from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, n
 from .loop import arithmetic, fit
 from .results import Results, Row, Run, differences, read_results, read_run
 from .run_state import load_weights
+from .seeds import generator
 from .settings import Settings
 from .store import append_line, load_checkpoint, locked, read_records, write_atomic
+from .tasks import Context, Source, like, task_of
 from .torchrun import led, together
 from .watcher import Watcher
 from .workers import Crew, crew_for, run_jobs
@@ -87,7 +89,7 @@ def run_study(
     if study.folder is None:
         raise LabError("a study needs a folder for its results; give Study(..., folder=...), or --out.")
     folder, watch, place = study.folder, progress or Watcher(), pick_device(device)
-    measurements = measurements_of(study.measurements)
+    measurements = measurements_of(study.measurements, study.base)
     grid = study.grid()
     crew = crew_for(place, processes, len(grid))
     data = _checked_data(grid, measurements, root=root, download=download)
@@ -157,7 +159,7 @@ def train(
     Give ``data`` if the caller has loaded it already, by :func:`load_data` with these settings.
     """
     folder, watch, place = Path(folder), progress or Watcher(), pick_device(device)
-    measurements = measurements_of(measure)
+    measurements = measurements_of(measure, settings)
     if data is None:
         data = _checked_data([settings], measurements, root=root, download=download)[data_key(settings)]
     _check_home(settings, folder)
@@ -205,20 +207,15 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") ->
     return model.eval(), settings
 
 
-def build_model(settings: Settings, data_like: Any) -> Classifier:
+def build_model(settings: Settings, data_like: Any) -> Any:
     """The network that the settings name, with its initial weights."""
-    from .models import build
-
-    options = settings.model_options()
-    return build(settings.model, data_like, settings.norm, seed=settings.seed, **options)
+    about = like(data_like.about) if isinstance(data_like, Source) else data_like
+    return task_of(settings).build(settings, about)
 
 
-def load_data(settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Data:
-    """The data set that the settings name, resized and cut to size."""
-    from .data import load
-
-    whole = load(settings.data, root=root, download=download, size=settings.size or None)
-    return whole.subset(settings.train_size or None, settings.test_size or None)
+def load_data(settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Any:
+    """The data set that the settings name, as their task loads it."""
+    return task_of(settings).load(settings, root=root, download=download)
 
 
 def pick_device(name: torch.device | str | None = None) -> torch.device:
@@ -277,7 +274,8 @@ def measured(
     """Measure, and yield each record as soon as it is there."""
     from .evaluate import not_finite
 
-    data = data.to(device)
+    ctx = Context(settings, data.to(device), device, generator(settings.seed, "measure", device=device))
+    task = task_of(settings)
     about = {"run": settings.name, "digest": settings.digest(), "settings": settings.values()}
     where = (
         torch.cuda.get_device_name(device)
@@ -288,7 +286,7 @@ def measured(
     for measurement in measurements:
         watch.measuring(settings, measurement.name)
         with arithmetic(settings.precision):
-            record = measurement.run(model, data, device=device, seed=settings.seed, progress=watch.measuring_step)
+            record = task.measure(measurement, model, ctx, watch.measuring_step)
         records.append(record)
         yield about | record | {"versions": versions(), "device": where}
     if said := not_finite(settings.name, records):
@@ -297,7 +295,7 @@ def measured(
 
 def data_key(settings: Settings) -> tuple[Any, ...]:
     """The settings that :func:`load_data` reads."""
-    return settings.data, settings.size, settings.train_size, settings.test_size
+    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size
 
 
 def _checked_data(
@@ -310,23 +308,22 @@ def _checked_data(
     data: dict[tuple[Any, ...], Data] = {}
     built: set[tuple[Any, ...]] = set()
     from .norms import parse_norm
-    from .recipes import recipe
 
     for settings in grid:
         led().check(settings)
         parse_norm(settings.norm)  # quick, so it comes before loading data
-        recipe(settings.recipe)
+        task_of(settings)
     for settings in grid:
         key = data_key(settings)
         if key not in data:
             data[key] = load_data(settings, **options)
-        made_of = ("model", "norm", "depth", "width", "options", "recipe", "sync_norm")
+        made_of = ("task", "model", "norm", "depth", "width", "options", "recipe", "sync_norm")
         network = (key, *(getattr(settings, name) for name in made_of))
         if network not in built:
             built.add(network)
             model = build_model(settings, data[key])
             try:
-                recipe(settings.recipe).check(model)
+                task_of(settings).check(model)
             except LabError as error:
                 raise LabError(f"norm {settings.norm}: {error}") from None
             for measurement in measurements:

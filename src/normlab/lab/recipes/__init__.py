@@ -7,19 +7,22 @@ may be captured in a CUDA graph. So it returns tensors, and reads the value of n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...engine.messages import nearest
 from ..errors import LabError
+from ..tasks import Batch, Context, Metric, Phase, Task
 
 if TYPE_CHECKING:
     from ..data import Data
+    from ..evaluate import Measurement
+    from ..models import Classifier
     from ..settings import Settings
 
 __all__ = ["RECIPES", "Batch", "Context", "Phase", "Recipe", "arguments", "recipe"]
@@ -27,82 +30,58 @@ __all__ = ["RECIPES", "Batch", "Context", "Phase", "Recipe", "arguments", "recip
 # Modules of this package that define `RECIPE`, or `make` if it takes arguments.
 RECIPES: tuple[str, ...] = ("classify", "augmented", "streams", "adversarial")
 
-
-class Batch(NamedTuple):
-    """What a step reads: tensors with the same number of rows."""
-
-    x: Tensor  # float [B, C, H, W], pixels in [0, 1], augmented
-    y: Tensor  # int64 [B]
-    more: tuple[Tensor, ...] = ()  # further tensors from :meth:`Recipe.images`
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.x, self.y, *self.more)
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Batch:
-        return cls(tensors[0], tensors[1], tuple(tensors[2:]))
-
-    def split(self, size: int) -> Iterator[Batch]:
-        return map(Batch.of, zip(*(t.split(size) for t in self.tensors), strict=True))
+ACCURACY, LOSS = Metric("%", True, "accuracy"), Metric("", False, "loss")
 
 
-@dataclass(frozen=True)
-class Context:
-    """What a step may use besides the model and the batch."""
+class Recipe(Task):
+    """The base: classification of images with one phase over all parameters. A recipe defines :meth:`step`, and
+    :meth:`evaluate` unless it inherits that from :class:`~normlab.lab.recipes.classify.Classify`.
+    """
 
-    settings: Settings
-    data: Data
-    device: torch.device
-    generator: torch.Generator  # on the device, for draws of the step itself; new for each epoch
+    name = "classification"
+    about = "classifiers of labelled images: accuracy, under noise, attacks and corruptions too"
+    minutes = 2.0
+    metrics: ClassVar[Mapping[str, Metric]] = {"accuracy": ACCURACY, "test_loss": LOSS}
 
+    def configured(self, settings: Settings) -> Recipe:
+        return recipe(settings.recipe)
 
-class Phase(NamedTuple):
-    """One optimizer's share of a step."""
+    def load(self, settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Data:
+        """The data set that the settings name, resized and cut to size."""
+        from ..data import load
 
-    name: str
-    parameters: Iterable[Any]  # parameters or groups, as optimizers take them
-    compute: Callable[[nn.Module, Batch, Context], dict[str, Tensor]]  # "loss" is minimised, all are logged
+        whole = load(settings.data, root=root, download=download, size=settings.size or None)
+        return whole.subset(settings.train_size or None, settings.test_size or None)
 
+    def check_data(self, data: object, function: str) -> None:
+        from ..data import check_data
 
-class Recipe:
-    """The base: one phase over all parameters. A recipe defines :meth:`step` and :meth:`evaluate`."""
+        check_data(data, function)
 
-    score: str = "accuracy"  # the value of evaluate() that chooses the best epoch; higher is better
+    def build(self, settings: Settings, like: Any) -> Classifier:
+        from ..models import build
 
-    def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        """Scalars by name: ``loss`` is minimised; all are averaged over the epoch's images and logged."""
-        raise NotImplementedError
+        return build(settings.model, like, settings.norm, seed=settings.seed, **settings.model_options())
 
-    def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
-        """What is logged about the test set after an epoch. It has the name ``score``."""
-        raise NotImplementedError
-
-    def check(self, model: nn.Module) -> None:
-        """Raise if the model does not fit. Called before anything is written or trained."""
-
-    def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
-        """Make what steps read from a block of training images, uint8 ``[n, C, H, W]``. It is then cut into batches.
-
-        This runs outside captured steps, on many images at once. Images may stay bytes: steps get pixels.
-        """
+    def prepare(self, batch: Batch, ctx: Context, generator: torch.Generator) -> Batch:
         from ..data import augment
 
-        return Batch(augment(x, ctx.data, generator) if ctx.settings.augment else x, y)
+        return batch.with_(x=augment(batch.x, ctx.data, generator)) if ctx.settings.augment else batch
 
-    def show(self, model: nn.Module, batch: Batch, ctx: Context) -> None:
-        """Run a batch through the model as training does, to estimate statistics."""
-        model(batch.x)
+    def measurement(self, text: str) -> Measurement:
+        from ..evaluate import parse
 
-    def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
-        return [Phase("model", model.parameters(), self.step)]
+        return parse(text)
 
-    def start_epoch(self, model: nn.Module, progress: float) -> bool:
-        """Called before each epoch with the share of training done, for schedules inside the model.
+    def measure(
+        self, measurement: Measurement, model: nn.Module, ctx: Context, progress: Callable[..., None]
+    ) -> dict[str, Any]:
+        return measurement.run(model, ctx.data, device=ctx.device, seed=ctx.settings.seed, progress=progress)
 
-        Returns True if a captured step must be captured again, because more than values changed.
-        """
-        return False
+    def example(self, ctx: Context) -> Tensor:
+        from ..data import pixels
+
+        return pixels(ctx.data.test.x[:2])
 
 
 def recipe(text: str) -> Recipe:

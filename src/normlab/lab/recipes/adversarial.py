@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..attacks import KINDS, Attack
 from ..errors import LabError
 from ..predict import Score, counted, score_under
 from ..seeds import generator
+from ..tasks import Metric
 from ..texts import flag, one_of, step, within
 from . import Batch, Context, Phase, arguments
 from .classify import Classify
@@ -145,7 +146,9 @@ def attacked_score(model: nn.Module, ctx: Context, attack: Attack) -> Score:
 class Adversarial(Classify):
     """Cross entropy of attacked images alone; the robust accuracy of each epoch is logged beside the clean one."""
 
-    score = "attacked_accuracy"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "attacked_accuracy": Metric("%", True, "accuracy under attack"), **Classify.metrics
+    }  # fmt: skip
 
     def __init__(self, adversary: Adversary | Attack, text: str = "") -> None:
         self.adversary = Adversary(adversary) if isinstance(adversary, Attack) else adversary
@@ -156,7 +159,7 @@ class Adversarial(Classify):
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         attacked = self.adversary(model, batch.x, batch.y, ctx.generator, ctx.data)
-        return super().step(model, batch._replace(x=attacked), ctx)
+        return super().step(model, batch.with_(x=attacked), ctx)
 
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
         found = attacked_score(model, ctx, self.adversary.attack)

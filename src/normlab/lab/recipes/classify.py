@@ -54,7 +54,7 @@ class Classify(Recipe):
         parameters = fixup_parameters(model, ctx.settings.lr) if fixed else model.parameters()
         return [Phase("model", parameters, self.step)]
 
-    def start_epoch(self, model: nn.Module, progress: float) -> bool:
+    def start_epoch(self, model: nn.Module, progress: float, ctx: Context) -> bool:
         """Set the radius of sparse switchable norms. Weights that became one-hot are no longer learned."""
         sparse = any(isinstance(m, SparseSwitchNorm) for m in model.modules())
         if sparse:

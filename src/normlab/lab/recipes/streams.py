@@ -56,10 +56,10 @@ class TwoStreams(Classify):
     def __repr__(self) -> str:
         return self.text or f"two_streams({self.streams})"
 
-    def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
-        """The images of both streams, each augmented independently."""
-        parts = self._parts(x, y, ctx.data, generator)
-        return Batch(parts[0].x, parts[0].y, (parts[0].other, parts[0].weight, *parts[1]))
+    def prepare(self, batch: Batch, ctx: Context, generator: torch.Generator) -> Batch:
+        """The images of both streams, each augmented independently; names of the second one end in 2."""
+        first, second = self._parts(batch.x, batch.y, ctx.data, generator)
+        return Batch({**first._asdict(), **{f"{name}2": t for name, t in second._asdict().items()}})
 
     def _parts(self, x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> list[Part]:
         found = [_made(stream, x, y, data, generator) for stream in self.streams]
@@ -213,7 +213,7 @@ def two_streams(
     ...     noise = torch.randn(x.shape, generator=generator, device=generator.device)
     ...     return (x / 255 + 0.2 * noise).clamp(0, 1)
     >>> streams = two_streams(main="identity", aux=noisy)
-    >>> history = fit(net, data, Settings(epochs=2, batch_size=16), recipe=streams)
+    >>> history = fit(net, data, Settings(epochs=2, batch_size=16), task=streams)
     >>> sorted(history.epochs[-1])[:4]
     ['accuracy', 'aux_accuracy', 'aux_loss', 'aux_test_loss']
 
@@ -275,5 +275,4 @@ def _made(stream: Stream, x: Tensor, y: Tensor, data: Data, generator: torch.Gen
 
 
 def _parts(batch: Batch) -> list[Part]:
-    other, weight, *second = batch.more
-    return [Part(batch.x, batch.y, other, weight), Part(*second)]
+    return [Part(*(batch[f"{name}{n}"] for name in Part._fields)) for n in ("", "2")]
