@@ -45,6 +45,7 @@ ARGUMENTS: dict[str, Argument] = {
     "shared_affine": Argument(bool, "whether the branches share one affine map"),
     "style": Argument(bool, "whether the layer takes a style"),
     "total": Argument(bool, "whether the running variance has the drift of the mean"),
+    "unbiased": Argument(bool, "whether variances are those of torch.var, as in the papers' official code"),
     "threshold": Argument(bool, "whether a learned threshold follows"),
     "centered": Argument(bool, "whether the mean is taken off"),
     "at_end": Argument(bool, "whether the channels are the last axis"),
