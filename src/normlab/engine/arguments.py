@@ -6,9 +6,16 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import torch
+
+from .messages import shown
+
 
 class Argument(NamedTuple):
-    """An integer (``Integral``), a finite number (``Real``) or a flag (``bool``), from ``least`` to ``most``."""
+    """An integer (``Integral``), a finite number (``Real``) or a flag (``bool``), from ``least`` to ``most``.
+
+    Integers are those that torch has, of 64 bits. Finite is what float32 can hold.
+    """
 
     kind: type
     about: str
@@ -52,6 +59,9 @@ ARGUMENTS: dict[str, Argument] = {
 }  # fmt: skip
 
 
+_LARGEST = {Integral: 2**63 - 1, Real: torch.finfo(torch.float32).max}
+
+
 def check_arguments(**given: Any) -> None:
     """Raise for the first value that is not what :data:`ARGUMENTS` says of its name."""
     for name, value in given.items():
@@ -60,10 +70,12 @@ def check_arguments(**given: Any) -> None:
             continue
         number: Any = value
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if right and (kind is bool or (abs(number) < inf and least <= number <= most)):
+        if right and (kind is bool or (abs(number) <= _LARGEST[kind] and least <= number <= most)):
             continue
         what = {Integral: "an integer", Real: "a finite number", bool: "True or False"}[kind]
         between = "" if least == -inf else f" of at least {least}" if most == inf else f" between {least} and {most}"
+        if right and kind is not bool and not abs(number) <= _LARGEST[kind] and abs(number) < inf:
+            between += f" that {'64 bits hold' if kind is Integral else 'float32 holds'}"
         instead = f" (or None {none})" if none else ""
-        sentence = f"{name} is {value!r}; it must be {what}{between}{instead}: {about}"
+        sentence = f"{name} is {shown(value)}; it must be {what}{between}{instead}: {about}"
         raise (ValueError if right else TypeError)(sentence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..engine.arguments import check_arguments
 from ..engine.contract import Rule
-from ..engine.messages import nearest
+from ..engine.messages import nearest, shown
 from ..engine.numerics import at_least_float32
 from . import pools as _pools
 from .base import Kernels, PlainPool, Sources, Statistics
@@ -40,6 +40,8 @@ class Mixture(Statistics):
     weighs_pools: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.members, tuple) or not all(isinstance(p, Pool) for p in self.members):
+            raise TypeError(f"members are a tuple of Pools; got {shown(self.members)}; Mixture.of(...) takes names too")
         if not self.members:
             raise ValueError("a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')")
         if len({str(p) for p in self.members}) != len(self.members):
@@ -47,12 +49,14 @@ class Mixture(Statistics):
         check_arguments(groups=self.groups, unbiased=self.unbiased)
         for what, known in (("weighting", ("softmax", "sparsestmax")), ("average", ("moving", "batch"))):
             if getattr(self, what) not in known:
-                raise ValueError(f"there is no {what} {getattr(self, what)!r}; {nearest(getattr(self, what), known)}")
+                raise ValueError(
+                    f"there is no {what} {shown(getattr(self, what))}; {nearest(getattr(self, what), known)}"
+                )
 
     @classmethod
     def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
-        if isinstance(pools, (str, Pool)) or not isinstance(pools, Iterable):
-            raise TypeError(f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}")
+        if isinstance(pools, (str, Pool, Tensor, Set)) or not isinstance(pools, Iterable):
+            raise TypeError(f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {shown(pools)}")
         return cls(tuple(parse_pool(p) for p in pools), **options)
 
     @property

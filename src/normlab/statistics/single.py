@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..engine.arguments import check_arguments
 from ..engine.contract import Coefficients, Rule
+from ..engine.messages import shown
 from .base import Kernels, PlainPool, PooledRule, Sources, Statistics
 from .plans import Plan, Pooled
 from .pools import Pool, batch, instance, layer
@@ -33,6 +34,8 @@ class Single(Statistics):
     unbiased: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pool, Pool):
+            raise TypeError(f"pool is a Pool, such as Pool('channel', over_batch=True); got {shown(self.pool)}")
         check_arguments(example_weight=self.example_weight, total=self.total, unbiased=self.unbiased)
         if self.unbiased and self.pool.over_batch:
             raise ValueError(f"unbiased=True is of pools within a sample; {self.pool.name!r} is over the batch")
