@@ -134,8 +134,10 @@ def test_sums_over_batches_become_their_average():
     own = normlab.SwitchNorm2d(C, unbiased=True, moving_average=False, dtype=torch.float64)
     for b in batches:
         own(b)
-    torch.testing.assert_close(layer.running_mean, own.running_mean)
-    torch.testing.assert_close(layer.running_var, own.running_var)
+    calibrated = normlab.calibrate(normlab.SwitchNorm2d(C, unbiased=True, dtype=torch.float64), batches)
+    for other in (own, calibrated):  # and so are the statistics of a calibration
+        torch.testing.assert_close(layer.running_mean, other.running_mean)
+        torch.testing.assert_close(layer.running_var, other.running_var)
 
 
 def test_pools_in_another_order_take_their_own_weights():
@@ -240,6 +242,15 @@ def test_auxiliary(sandwich: bool, order: tuple[str, str]):
         torch.testing.assert_close(layer(inputs, name), want)
         count = layer.num_batches_tracked[order.index(name)]  # type: ignore[index]
         assert int(count) == int(state[f"bn_list.{k}.num_batches_tracked"])
+
+
+def test_old_torch_did_not_count_batches():
+    state = bn_entries("bn.", True) | random(**{"embed.weight": (4, 2 * C)})
+    del state["bn.num_batches_tracked"]
+    layer = normlab.SandwichBatchNorm2d(C, 4)
+    layer.num_batches_tracked.fill_(3)  # type: ignore[operator, union-attr]
+    load_official(layer, state, "sandwich")
+    assert int(layer.num_batches_tracked) == 0  # type: ignore[arg-type]
 
 
 def test_the_papers_order_of_branches():
@@ -469,6 +480,17 @@ def test_a_sparse_official_layer_converts():
     load_official(loaded, old.state_dict(), "sparse_switchable")
     inputs = x()
     torch.testing.assert_close(net(inputs), loaded(inputs))
+
+
+def test_a_synchronized_official_layer_converts():
+    """It has neither ``using_bn`` nor ``using_moving_average``, and a process group is made later."""
+    kind: Any = type("SyncSwitchableNorm2d", (Official,), {})
+    old = kind().eval()
+    del old.using_moving_average
+    inputs = x()
+    net: Any = normlab.convert(nn.Sequential(old), "switchable")
+    torch.testing.assert_close(net(inputs), old(inputs))
+    assert "call normlab.sync after init_process_group" in str(normlab.report(net))
 
 
 def test_official_layers_convert_to_other_normalizers():

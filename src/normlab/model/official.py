@@ -182,6 +182,8 @@ def options_of_twin(twin: SwitchNorm) -> dict[str, Any]:
 def _translated(layer: Norm, given: dict[str, Tensor], source: _Source, asked: _Asked, where: str) -> dict[str, Tensor]:
     """The layer's own entries. What was read leaves ``given``."""
     found, own = source.translate(layer, given, asked), layer.state_dict()
+    if "running_mean" in found and "num_batches_tracked" in own:  # some code does not count
+        found.setdefault("num_batches_tracked", torch.zeros_like(own["num_batches_tracked"]))
     for name, value in found.items():
         if name in own and value.numel() != own[name].numel():
             raise ValueError(
@@ -232,18 +234,16 @@ def _switchable(layer: Norm, given: dict[str, Tensor], asked: _Asked) -> dict[st
     running = _take(given, **_RUNNING)
     if not running:
         return found
-    batches = asked.batches or 0
-    if batches:
-        mean = running["running_mean"].double() / batches
-        square = running["running_var"].double() / batches
+    if asked.batches is not None:
+        mean, square = (running[n].double() / asked.batches for n in ("running_mean", "running_var"))
         running |= {"running_mean": mean, "running_var": (square - mean.square()).clamp_min(0)}
+        running["num_batches_tracked"] = torch.tensor(asked.batches)
     elif layer.share_of_new_batch is None and not asked.evaluated:
         raise ValueError(
             f"{type(layer).__name__}(moving_average=False) averages all batches, and the official code then saves sums "
             "over batches; give their number, load_official(..., batches=...), or make the layer with "
             "moving_average=True"
         )
-    running.setdefault("num_batches_tracked", torch.tensor(batches))
     return found | running
 
 
@@ -307,7 +307,6 @@ def _batch_renorm(layer: Norm, given: dict[str, Tensor], asked: _Asked) -> dict[
     for bound in ("r_max", "d_max"):  # the layer's schedule has them
         given.pop(bound, None)
     found["running_var"] = (found["running_var"].double().square() - layer.eps).to(found["running_var"].dtype)
-    found.setdefault("num_batches_tracked", torch.tensor(0))
     return found
 
 
