@@ -372,11 +372,29 @@ SAYS: dict[str, tuple[Any, str, Any, str]] = {
         r"weights the pools instance and layer, .* make it with pools=\('instance', 'layer'\)",
     ),
     "other channels": (normlab.SwitchNorm2d(C + 2), "switchable", switch_state(2), "weight of the layer has 6 values"),
+    "weights of four pools": (
+        normlab.SwitchNorm2d(C, ("instance", "layer")),
+        "switchable",
+        switch_state(2, 4, False),
+        "have 2 or 3 values each; these have 4",
+    ),
+    "another embedding": (
+        normlab.SandwichAuxiliaryBatchNorm2d(C),
+        "auxiliary",
+        bn_entries("bn_list.0.", False) | bn_entries("bn_list.1.", False) | {"embed.weight": torch.ones(2, 2 * C)},
+        r"embed.weight has shape \[2, 12\]; expected \[3, 12\]",
+    ),
+    "a batch norm of another branch is missing": (
+        normlab.AuxiliaryBatchNorm2d(C),
+        "auxiliary",
+        bn_entries("bn_list.0.", True),
+        "a bn_list of 1, and the layer has the branches main and aux",
+    ),
     "other branches": (
         normlab.AuxiliaryBatchNorm2d(C, ("a", "b", "c")),
         "auxiliary",
         bn_entries("bn_list.0.", True) | bn_entries("bn_list.1.", True),
-        "2 branches and the layer 3: a, b and c",
+        "a bn_list of 2, and the layer has the branches a, b and c",
     ),
 }
 

@@ -116,7 +116,7 @@ def load_official(
             continue
         where = repr(name) if name else "the layer"
         if not about.fits(layer):
-            raise ValueError(f"the entries of {where} are for {about.kind}, and the layer is {layer}")
+            raise ValueError(f"the entries of {where} are for {about.kind}, and the layer is {_repr(layer)}")
         found = _translated(layer, given, about, asked, where)
         for key in [k for k in left if k.startswith(prefix) and k[len(prefix) :] not in given]:
             del left[key]
@@ -187,7 +187,7 @@ def _translated(layer: Norm, given: dict[str, Tensor], source: _Source, asked: _
     for name, value in found.items():
         if name in own and value.numel() != own[name].numel():
             raise ValueError(
-                f"{name} of {where} has {value.numel()} values in the state dict and {own[name].numel()} in {layer}"
+                f"{name} of {where} has {value.numel()} values in the state dict and {own[name].numel()} in {_repr(layer)}"
             )
     return {n: v.reshape(own[n].shape) if n in own else v for n, v in found.items()}
 
@@ -218,14 +218,17 @@ def _switchable(layer: Norm, given: dict[str, Tensor], asked: _Asked) -> dict[st
     pools, statistics = _pools_of(given), layer.statistics
     assert isinstance(statistics, Mixture)
     names = [p.name for p in statistics.members]
+    sizes = {given[n].numel() for n in _WEIGHTS}
+    if sizes != {len(pools)}:
+        raise ValueError(f"mean_weight and var_weight of that code have 2 or 3 values each; these have {words(sizes)}")
     if sorted(names) != sorted(pools) or statistics.groups > 1:
         raise ValueError(
-            f"the state dict weights the pools {words(pools)}, alike for all channels, and the layer is {layer}; make "
+            f"the state dict weights the pools {words(pools)}, alike for all channels, and the layer is {_repr(layer)}; make "
             f"it with pools={pools!r}"
         )
     found = _take(given, **_AFFINE)
     order = [pools.index(n) for n in names]
-    found |= {n: given.pop(n)[order] for n in ("mean_weight", "var_weight")}
+    found |= {n: given.pop(n).flatten()[order] for n in sorted(_WEIGHTS)}
     if "radius" in given:
         found |= _take(given, radius="radius")
         for part in ("mean", "var"):
@@ -234,7 +237,7 @@ def _switchable(layer: Norm, given: dict[str, Tensor], asked: _Asked) -> dict[st
     running = _take(given, **_RUNNING)
     if not running:
         return found
-    if asked.batches is not None:
+    if asked.batches is not None and {"running_mean", "running_var"} <= running.keys():
         mean, square = (running[n].double() / asked.batches for n in ("running_mean", "running_var"))
         running |= {"running_mean": mean, "running_var": (square - mean.square()).clamp_min(0)}
         running["num_batches_tracked"] = torch.tensor(asked.batches)
@@ -257,11 +260,17 @@ def _sandwich(layer: Norm, given: dict[str, Tensor], asked: _Asked) -> dict[str,
 def _auxiliary(layer: Norm, given: dict[str, Tensor], asked: _Asked) -> dict[str, Tensor]:
     assert layer.branches is not None
     c, names = layer.num_features, _branches(layer.branches, asked.branches)
-    number = 1 + max(int(k.split(".")[1]) for k in given if k.startswith("bn_list."))
+    number = len({k.split(".")[1] for k in given if k.startswith("bn_list.")})
     if number != len(names):
-        raise ValueError(f"the state dict has {number} branches and the layer {len(names)}: {words(layer.branches)}")
+        raise ValueError(
+            f"the state dict has a bn_list of {number}, and the layer has the branches {words(layer.branches)}"
+        )
     found = {}
     table = given.pop("embed.weight", None)
+    if table is not None and table.shape != (number + 1, 2 * c):
+        raise ValueError(
+            f"embed.weight has shape {list(table.shape)}; expected {[number + 1, 2 * c]} for {_repr(layer)}"
+        )
     for k, name in enumerate(names):
         own = {"weight": f"branch_weight.{name}", "bias": f"branch_bias.{name}"}
         found |= _take(given, **{v: f"bn_list.{k}.{n}" for n, v in own.items()})
@@ -271,9 +280,9 @@ def _auxiliary(layer: Norm, given: dict[str, Tensor], asked: _Asked) -> dict[str
         found |= {"weight": table[-1, :c], "bias": table[-1, c:]}
     rows = [names.index(b) for b in layer.branches]
     for name in _RUNNING:
-        if f"bn_list.0.{name}" in given:
-            each = [given.pop(f"bn_list.{k}.{name}") for k in range(number)]
-            found[name] = torch.stack([each[k] for k in rows])
+        each = [f"bn_list.{k}.{name}" for k in rows]
+        if given.keys() >= {*each}:
+            found[name] = torch.stack([given.pop(key) for key in each])
     return found
 
 
@@ -324,6 +333,10 @@ def _checked(state: Any) -> OrderedDict[str, Any]:
     if hasattr(state, "_metadata"):
         copy._metadata = OrderedDict(state._metadata)  # type: ignore[attr-defined]
     return copy
+
+
+def _repr(layer: Norm) -> str:
+    return f"{type(layer).__name__}({layer.extra_repr()})"
 
 
 def _few(names: Sequence[object]) -> str:
