@@ -187,7 +187,8 @@ def _translated(layer: Norm, given: dict[str, Tensor], source: _Source, asked: _
     for name, value in found.items():
         if name in own and value.numel() != own[name].numel():
             raise ValueError(
-                f"{name} of {where} has {value.numel()} values in the state dict and {own[name].numel()} in {_repr(layer)}"
+                f"{name} of {where} has {value.numel()} values in the state dict and {own[name].numel()} in "
+                f"{_repr(layer)}"
             )
     return {n: v.reshape(own[n].shape) if n in own else v for n, v in found.items()}
 
@@ -223,8 +224,8 @@ def _switchable(layer: Norm, given: dict[str, Tensor], asked: _Asked) -> dict[st
         raise ValueError(f"mean_weight and var_weight of that code have 2 or 3 values each; these have {words(sizes)}")
     if sorted(names) != sorted(pools) or statistics.groups > 1:
         raise ValueError(
-            f"the state dict weights the pools {words(pools)}, alike for all channels, and the layer is {_repr(layer)}; make "
-            f"it with pools={pools!r}"
+            f"the state dict weights the pools {words(pools)}, alike for all channels, and the layer is "
+            f"{_repr(layer)}; make it with pools={pools!r}"
         )
     found = _take(given, **_AFFINE)
     order = [pools.index(n) for n in names]
