@@ -83,6 +83,8 @@ def importance(found: Importance, pools: Sequence[str]) -> str:
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_yticks(range(len(names)), names if side == 0 else [""] * len(names), fontsize=9.5)
         axes.set_xticks([0, 0.5, 1], ["0", "50", "100"])
+        for number, side_of_tick in zip(axes.get_xticklabels(), ("left", "center", "right"), strict=True):
+            number.set_horizontalalignment(side_of_tick)  # those of the two panels would meet
         axes.set_xlabel("share (%)")
         axes.set_title(title, loc="left", fontsize=10.5, color=MUTED, pad=6)
         axes.grid(visible=False)

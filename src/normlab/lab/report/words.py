@@ -137,7 +137,8 @@ def extent(view: View) -> str:
 
 def reading(view: View) -> list[str]:
     """The answer, and what a reader should know besides."""
-    return [answer(view), *filter(None, (without_output(view), against_none(view), trust(view)))]
+    first = f"{answer(view)} {without_output(view)}".strip()
+    return [first, *filter(None, (against_none(view), trust(view)))]
 
 
 def against_none(view: View) -> str:
@@ -149,7 +150,7 @@ def against_none(view: View) -> str:
     changes = [
         f"{apart(gap(c.cells[batch], c.cells[none]))} on {c.name}"
         for c in view.compared[:TOLD]
-        if none in c.cells and batch in c.cells
+        if {none, batch} <= {label for label, _ in c.ranked()}
     ]
     return f"Batch norm against no normalization, in points: {words(changes)}." if changes else ""
 
