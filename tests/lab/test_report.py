@@ -674,6 +674,8 @@ def test_labels_beside_lines_do_not_overlap() -> None:
     ordered = sorted(positions)
     assert all(b - a >= 12 - 1e-9 for a, b in pairwise(ordered))
     assert positions[5] == 60 and min(positions) >= 0 and max(positions) <= 100
+    assert lines.apart([0, 0, 10, 31], 12, 100) == [0, 12, 24, 36]  # at the edge, a label moves its neighbours
+    assert lines.apart([30, 99, 98], 12, 100) == [30, 100, 88]
 
 
 # ---------------------------------------------------------------------------------------------------------- pages
@@ -791,6 +793,19 @@ def test_the_page_loads_nothing_from_elsewhere_and_is_small(everything: Path, tm
     assert large.stat().st_size < 3_000_000
 
 
+def test_pools_have_their_own_shades_and_a_key(everything: Path) -> None:
+    text = everything.read_text()
+    section = text[text.index('<section id="importance">') : text.index('<section id="repeat">')]
+    key = re.findall(r'background: var\(--(\w+)\)"></i><span>(\w+)<', section)
+    assert key == [("p0", "IN"), ("p1", "LN"), ("p2", "BN")]
+    by_layer, over_training = re.findall(r"<svg.*?</svg>", section, re.DOTALL)
+    for drawing in (by_layer, over_training):
+        assert "var(--c" not in drawing and all(f"var(--{shade}," in drawing for shade, _ in key)
+    assert by_layer.count(">share (%)<") == 2
+    ends = re.findall(r">(IN|LN|BN)</text>", over_training)
+    assert sorted(ends) == ["BN", "BN", "IN", "IN", "LN", "LN"]  # three in each panel
+
+
 def test_drawings_are_well_formed_and_take_their_colours_from_the_page(everything: Path) -> None:
     drawings = re.findall(r"<svg.*?</svg>", everything.read_text(), re.DOTALL)
     assert len(drawings) > 30
@@ -892,7 +907,20 @@ MEASURE = """<script>addEventListener('load', () => {
   const buttons = all('#headline th button'), order = [first()];
   if (buttons.length) { buttons[1].click(); order.push(first()); buttons[1].click(); order.push(first()); }
   const drawn = all('svg').filter(s => s.getBoundingClientRect().width > 5 && s.getBBox().width > 0);
+  const broken = all('#headline th, #headline td').flatMap(cell => {
+    const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), found = [];
+    for (let node; node = texts.nextNode();) for (const word of node.data.matchAll(/[^ \\n]+/g)) {
+      const range = document.createRange();
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(b => b.top)).size > 1) found.push(word[0]);
+    }
+    return found;
+  });
+  const cut = all('.box').filter(b => b.scrollWidth > b.clientWidth + 1).map(b => b.querySelector('table').id);
+  const said = all('.box').filter(b => getComputedStyle(b, '::before').content.includes('scroll'));
   const report = {
+    broken, cut, said: said.map(b => b.querySelector('table').id),
     seen, title: document.title, inner: innerWidth, width, outside, order, drifted, label,
     drawings: all('svg').length, drawn: drawn.length,
     images: all('img').length, loaded: all('img').filter(i => i.complete && i.naturalWidth > 0).length,
@@ -959,9 +987,20 @@ def test_long_names_leave_room_for_the_numbers(tmp_path: Path) -> None:
 def test_on_a_phone_nothing_is_wider_than_the_screen(everything: Path, tmp_path: Path) -> None:
     found = measured(everything, tmp_path, width=375)
     assert found["inner"] == 375 and found["width"] <= 375 and found["outside"] == []
+    assert found["cut"] == found["said"] and "headline" in found["cut"]  # and it says that there is more
     grid = made_up(("none", "batch"), 2, batch_size=[2, 16, 128], depth=[4, 8])
     found = measured(write_report(grid, tmp_path / "grid.html"), tmp_path, width=375)
     assert found["width"] <= 375 and found["outside"] == [] and found["drawn"] == found["drawings"]
+
+
+@in_browser
+def test_the_default_comparison_fits_a_phone(tmp_path: Path) -> None:
+    def records(settings: Settings, rng: random.Random) -> list[dict[str, Any]]:
+        return [attack(0.5, rng.uniform(0, 99)) | {"measurement": m} for m in ("clean", "noise", "bim", "pgd")]
+
+    names = ("none", "batch", "group", "batch_group(4)", "switchable")
+    found = measured(write_report(made_up(names, 2, records), tmp_path / "default.html"), tmp_path, width=375)
+    assert "headline" not in found["cut"] and found["broken"] == [] and found["outside"] == []
 
 
 @in_browser
