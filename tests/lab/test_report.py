@@ -612,7 +612,7 @@ def test_the_reading_does_not_overclaim() -> None:
 
     text = " ".join(reading(gather(made_up(("none", "batch"), records=close))))
     assert "a (+2.5 ± 0.8 points over no normalization)" in text
-    assert "b (+2.0 ± 0.8 points over no normalization, likely but not certain)" in text
+    assert " and b (+2.0 ± 0.8, likely but not certain);" in text  # over the same
     assert "no winner on c (batch and no normalization)" in text
     assert reading(gather(None)) == ["There are no results yet."]
     first, *_ = reading(gather(made_up(("none",), 1)))

@@ -75,7 +75,7 @@ def render(
     def breakable(label: str) -> Markup:
         """A name that may go on in a new line after a sign, and neither inside a word nor before a number."""
         bound = re.sub(r" (?=[\d.]+(?:,|$))", "\N{NO-BREAK SPACE}", label)
-        return Markup(re.sub(r"(?<=[_(,=/-])", "<wbr>", str(escape(bound))))
+        return Markup(re.sub(r"(?<=[_(,/-])", "<wbr>", str(escape(bound))))
 
     place = count()
     swatch = cache(lambda look, line: marks.swatch(look, line=line))

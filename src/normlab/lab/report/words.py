@@ -83,20 +83,21 @@ def answer(view: View) -> str:
     told, left = view.compared[:TOLD], len(view.compared[TOLD:])
     if not told:
         return extent(view)
-    won: dict[str, list[str]] = {}
+    won: dict[str, list[Column]] = {}
     first: dict[str, list[str]] = {}
     open_ = []  # measurements that nobody wins
     for column in told:
         verdict = column.verdict
         if verdict.winner:
-            won.setdefault(f"{spoken(verdict.winner)} is best on", []).append(f"{column.name} ({lead(column)})")
+            won.setdefault(verdict.winner, []).append(column)
             continue
         foremost, *others = verdict.level
         if others:
             open_.append(f"{column.name} ({together(verdict.level)})")
         else:  # without errors the order may be chance
-            first.setdefault(f"{spoken(foremost)} comes first on", []).append(column.name)
-    clauses = [f"{clause} {words(on)}" for clause, on in (won | first).items()]
+            first.setdefault(foremost, []).append(column.name)
+    clauses = [f"{spoken(who)} is best on {words(leads(columns))}" for who, columns in won.items()]
+    clauses += [f"{spoken(who)} comes first on {words(on)}" for who, on in first.items()]
     if open_:
         clauses.append(f"there is no winner on {words(open_)}")
     said = "; ".join(clauses) + (f"; the table has {left} more" if left else "") + "."
@@ -105,12 +106,17 @@ def answer(view: View) -> str:
     return said[0].upper() + said[1:] if said.startswith(("no normalization", "one run", "there is")) else said
 
 
-def lead(column: Column) -> str:
-    """By how much the winner leads the second."""
-    verdict, second = column.verdict, column.ranked()[1][0]
-    assert verdict.lead
-    unsure = ", likely but not certain" if verdict.errors < CLEAR else ""
-    return f"{apart(verdict.lead)} points over {spoken(second)}{unsure}"
+def leads(columns: Sequence[Column]) -> list[str]:
+    """The measurements of one winner, with its lead over the second, who is named once in a row."""
+    found, named = [], ""
+    for column in columns:
+        verdict, second = column.verdict, column.ranked()[1][0]
+        assert verdict.lead
+        over = "" if second == named else f" points over {spoken(second)}"
+        unsure = ", likely but not certain" if verdict.errors < CLEAR else ""
+        found.append(f"{column.name} ({apart(verdict.lead)}{over}{unsure})")
+        named = second
+    return found
 
 
 def spoken(label: str) -> str:
