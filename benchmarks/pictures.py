@@ -19,7 +19,7 @@ from _results import read
 from normlab.lab.report.palette import COLOURS, look_of_norms
 
 HERE = Path(__file__).parent
-WIDTH = 760
+WIDTH = 480  # a phone shows it at three quarters, and can still be read
 LIGHT = {"paper": "#ffffff", "ink": "#1d2127", "muted": "#5a626d", "rule": "#d9dde3"}
 DARK = {"paper": "#14171c", "ink": "#e8eaee", "muted": "#a9b0bb", "rule": "#343a44"}
 MARKERS = (
@@ -70,7 +70,7 @@ def styles() -> str:
     return f"<style>{fonts}{small}{rules('light', LIGHT)}{dark}</style>"
 
 
-def picture(height: float, title: str, alt: str, body: Sequence[str]) -> str:
+def picture(height: float, title: str, about: str, alt: str, body: Sequence[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
     return "\n".join(
         [
@@ -78,6 +78,7 @@ def picture(height: float, title: str, alt: str, body: Sequence[str]) -> str:
             styles(),
             f'<rect class="paper" width="{WIDTH}" height="{height:g}" rx="8"/>',
             text(16, 26, title, "ink title"),
+            text(16, 44, about),
             *body,
             "</svg>\n",
         ]
@@ -112,27 +113,25 @@ def legend(series: Sequence[Series], top: float, columns: int) -> list[str]:
     return body
 
 
-def lines(title: str, alt: str, panels: Sequence[Panel], x: Sequence[str], axis: Axis, columns: int) -> str:
-    """Panels two beside each other, one scale, one legend."""
-    tall, left, gap, top = 170, 52, 24, 40
-    legend_rows = -(-len(panels[0].series) // columns)
-    first = top + 18 * legend_rows + 26
-    rows = -(-len(panels) // 2)
-    width = (WIDTH - left - 16 - gap) / 2
+def lines(
+    title: str, about: str, panels: Sequence[Panel], x: Sequence[str], axis: Axis, *, columns: int, tall: float = 150
+) -> str:
+    """Panels below each other, one scale, one legend."""
+    left, top, apart = 52, 58, 34
+    first = top + 18 * -(-len(panels[0].series) // columns) + 26
+    width = WIDTH - left - 16
+    places = [left + width * (i + 0.5) / len(x) for i in range(len(x))]
     body = legend(panels[0].series, top + 8, columns)
     for k, panel in enumerate(panels):
-        x0, y0 = left + (width + gap) * (k % 2), first + (tall + 34) * (k // 2)
+        y0 = first + (tall + apart) * k
         bottom = y0 + tall
-        body.append(text(x0, y0 - 8, panel.title, "ink"))
+        body.append(text(left, y0 - 8, panel.title, "ink"))
         for tick in axis.ticks:
             y = bottom - tall * axis.height(tick)
-            body.append(path(f"M{x0:.1f} {y:.1f}h{width:.1f}", "rule"))
-            if k % 2 == 0:
-                body.append(text(x0 - 8, y + 4, f"{tick:g}", anchor="end"))
+            body += [path(f"M{left} {y:.1f}h{width:.1f}", "rule"), text(left - 8, y + 4, f"{tick:g}", anchor="end")]
         y = bottom - tall * axis.height(axis.rule[0])
-        body.append(path(f"M{x0:.1f} {y:.1f}h{width:.1f}", "over", 1.2, "1 3"))
-        body.append(text(x0 + width - 4, y - 5, axis.rule[1], "ink", "end"))
-        places = [x0 + width * (i + 0.5) / len(x) for i in range(len(x))]
+        body.append(path(f"M{left} {y:.1f}h{width:.1f}", "over", 1.2, "1 3"))
+        body.append(text(left + width - 4, y - 5, axis.rule[1], "ink", "end"))
         for i, one in enumerate(panel.series):
             found = [
                 (at, bottom - tall * axis.height(v)) for at, v in zip(places, one.values, strict=True) if v is not None
@@ -140,15 +139,13 @@ def lines(title: str, alt: str, panels: Sequence[Panel], x: Sequence[str], axis:
             drawn = "M" + "L".join(f"{at:.1f} {y:.1f}" for at, y in found)
             body.append(path(drawn, f"s{one.colour}", 2, "5 3" if one.dashed else ""))
             body += [marker(at, y, one.colour, i) for at, y in found]
-        if k >= len(panels) - 2:
-            for at, shape in zip(places, x, strict=True):  # samples and channels, then height and width
-                n, c, h, w = shape.split("x")
-                body.append(text(at, bottom + 18, f"{n}x{c}", "muted small", "middle"))
-                body.append(text(at, bottom + 34, f"x{h}x{w}", "muted small", "middle"))
-    height = first + rows * (tall + 34) - 34 + 50
-    middle = first + (rows * (tall + 34) - 34) / 2
-    body.append(text(14, middle, axis.label, anchor="middle", turn=-90))
-    return picture(height, title, alt, body)
+    last = first + (tall + apart) * len(panels) - apart
+    for at, shape in zip(places, x, strict=True):  # samples and channels, then height and width
+        n, c, h, w = shape.split("x")
+        body.append(text(at, last + 18, f"{n}x{c}", "muted small", "middle"))
+        body.append(text(at, last + 34, f"x{h}x{w}", "muted small", "middle"))
+    body.append(text(14, (first + last) / 2, axis.label, anchor="middle", turn=-90))
+    return picture(last + 50, title, about, f"{title}, {about}: {axis.label}", body)
 
 
 # ------------------------------------------------------------------------------------------------- the pictures
@@ -162,37 +159,36 @@ def compare(rows: Sequence[dict[str, Any]]) -> str:
     norms = list(dict.fromkeys(r["norm"] for r in rows))
     found = {(r["norm"], r["measurement"]): r for r in rows}
     measurements = list(dict.fromkeys(r["measurement"] for r in rows))
-    colours, left, top, tall = look_of_norms(norms), 130, 74, 26
-    step = (WIDTH - left - 16) / len(measurements)
+    colours, left, tall = look_of_norms(norms), 118, 24
+    step = (WIDTH - left - 16) / 2
     full = step - 46  # pixels of 100 per cent; the rest is for the number
-    bottom = top + tall * len(norms)
-    body = [text(left - 12, top + tall * i + 17, norm, "ink", "end") for i, norm in enumerate(norms)]
-    for k, measurement in enumerate(measurements):
-        x = left + step * k
+    body = []
+    for k, measurement in enumerate(measurements):  # two beside each other
+        x, top = left + step * (k % 2), 84 + (tall * len(norms) + 40) * (k // 2)
         body.append(text(x, top - 10, MEASURED[measurement], "ink"))
-        body.append(path(f"M{x:.1f} {top}V{bottom}", "rule"))
+        body.append(path(f"M{x:.1f} {top}V{top + tall * len(norms)}", "rule"))
         for i, norm in enumerate(norms):
             row, y = found[norm, measurement], top + tall * i
+            if k % 2 == 0:
+                body.append(text(left - 12, y + 16, norm, "ink", "end"))
             mean, error = float(row["accuracy"]), float(row["standard_error"] or 0)
             end = x + full * min(100, mean + error) / 100
             size = f'width="{full * mean / 100:.1f}" height="{tall - 8}"'
-            body.append(f'<rect class="f{colours[norm]}" x="{x:.1f}" y="{y + 4}" {size}/>')
-            body.append(path(f"M{x + full * max(0, mean - error) / 100:.1f} {y + 13}H{end:.1f}", "over", 1.5))
-            body.append(text(end + 5, y + 17, f"{mean:.1f}", "ink"))
-    settings = "; ".join(found[norms[0], m]["title"] for m in measurements if m != "clean")
-    notes = (
-        f"Accuracy in per cent on 1,000 test images of MNIST, mean and standard error of {rows[0]['n']} trainings.",
-        settings,
-    )
+            body.append(f'<rect class="f{colours[norm]}" x="{x:.1f}" y="{y + 3}" {size}/>')
+            body.append(path(f"M{x + full * max(0, mean - error) / 100:.1f} {y + 12}H{end:.1f}", "over", 1.5))
+            body.append(text(end + 5, y + 16, f"{mean:.1f}", "ink"))
+    bottom = 84 + (tall * len(norms) + 40) * -(-len(measurements) // 2) - 40
+    notes = [f"{MEASURED[m]}: {found[norms[0], m]['title']}" for m in measurements if m != "clean"]
     body += [text(16, bottom + 26 + 17 * i, note, "muted small") for i, note in enumerate(notes)]
+    about = f"Accuracy (%) on MNIST, mean and standard error of {rows[0]['n']} trainings"
     alt = "; ".join(
         f"{norm}: " + ", ".join(f"{m} {float(found[norm, m]['accuracy']):.1f}" for m in measurements) for norm in norms
     )
-    return picture(bottom + 58, "One network, five normalizers", alt, body)
+    return picture(bottom + 18 + 17 * len(notes), "One network, five normalizers", about, alt, body)
 
 
 SPEED = {
-    "switchable, public code": "switchable norm, its authors' code",
+    "switchable, public code": "switchable, its authors' code",
     "switchable, naive and compiled": "its formula under torch.compile",
     "switchable": "normlab.SwitchNorm2d",
     "batch": "normlab.BatchNorm2d",
@@ -230,9 +226,9 @@ def speed(rows: Sequence[dict[str, Any]]) -> str:
                 found = [None if v is None or b is None else v / b for v, b in zip(found, base, strict=True)]
             series.append(Series(shown, colour, found, dashed=not shown.startswith("normlab")))
         panels.append(Panel(title, series))
-    axis = Axis("times nn.BatchNorm2d", (0.25, 0.5, 1, 2, 4, 8, 16), (1, ""), log=True)
-    title = f"Forward and backward of one layer on an {rows[0]['device']}, bfloat16, channels last"
-    return lines(title, title + ": time over that of nn.BatchNorm2d", panels, shapes, axis, 2)
+    axis = Axis("time over that of nn.BatchNorm2d", (0.25, 0.5, 1, 2, 4, 8, 16), (1, ""), log=True)
+    about = f"{rows[0]['device']}, bfloat16, channels last"
+    return lines("Forward and backward of one layer", about, panels, shapes, axis, columns=2)
 
 
 def bandwidth(rows: Sequence[dict[str, Any]]) -> str:
@@ -249,8 +245,8 @@ def bandwidth(rows: Sequence[dict[str, Any]]) -> str:
             panels.append(Panel(f"{dtype}, {layout.replace('_', ' ')}", series))
     copy = float(rows[0]["copy_tb_per_s"])
     axis = Axis("TB/s, eight passes", (0, 1, 2, 3, 4, 5), (copy, "copy"))
-    title = f"Bandwidth of forward and backward as a captured graph on an {rows[0]['device']}"
-    return lines(title, title, panels, shapes, axis, 4)
+    title, about = "Bandwidth of forward and backward", f"{rows[0]['device']}, as a captured graph"
+    return lines(title, about, panels, shapes, axis, columns=3, tall=130)
 
 
 def pictures() -> dict[str, str]:

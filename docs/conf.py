@@ -41,7 +41,7 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = f"normlab {release}"
-html_static_path = html_css_files = ["math.css"]
+html_static_path = html_css_files = ["pages.css"]
 
 
 # The tables of the benchmarks page are made from the CSV files of benchmarks/ at every build.

@@ -63,8 +63,7 @@ def write_pictures(app: Any) -> None:
     """A handler of sphinx's ``builder-inited``."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    grid = "display:grid; grid-template-columns:repeat(auto-fill,minmax(9rem,1fr)); gap:1rem; align-items:end"
-    menu = [f'<div style="{grid}">']
+    menu = ['<div class="menu">']
     for page, (title, layers) in PICTURES.items():
         lines = []
         for k, layer in enumerate(layers):

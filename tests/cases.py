@@ -133,9 +133,9 @@ def suffix_of(pair: int) -> str:
 def moved(p: Values, seen: Pooled, momentum: float | None, how: str, suffix: str = "") -> dict[str, Tensor]:
     """The running statistics after a batch.
 
-    ``unbiased`` as torch has it. ``total`` averages the first two moments, E[x] and E[x^2] (mode norm; Summers and
-    Dinneen; batch average of SN). ``deviation`` averages the standard deviation (batch renorm). Ghost batches are
-    averaged first, by their counts.
+    ``unbiased`` as torch has it. ``used`` is the variance that normalizes. ``total`` averages the first two moments,
+    E[x] and E[x^2] (mode norm; Summers and Dinneen; batch average of SN). ``deviation`` averages the standard deviation
+    (batch renorm). Ghost batches are averaged first, by their counts.
     """
     names = f"running_mean{suffix}", f"running_var{suffix}"
     batches = p["num_batches_tracked"].detach().clone().reshape(-1)
@@ -150,6 +150,8 @@ def moved(p: Values, seen: Pooled, momentum: float | None, how: str, suffix: str
         new_mean = blend(mean[b], average(m))
         if how == "unbiased":
             var[b] = blend(var[b], average(v * n / (n - 1)))
+        elif how == "used":
+            var[b] = blend(var[b], average(v))
         elif how == "total":
             var[b] = blend(var[b] + mean[b].square(), average(v + m.square())) - new_mean.square()
         elif how == "deviation":
@@ -198,8 +200,20 @@ def branch_of(given: Given, n: int) -> Tensor | None:
     return torch.tensor([BRANCHES.index(b) for b in branch]) if isinstance(branch, (tuple, list)) else branch
 
 
+def of_official_code(x: Tensor, seen: Pooled) -> Pooled:
+    """The same means, with variances made of the unbiased one of each channel of each sample (Luo et al.'s code).
+
+    Inputs without spatial axes have one value there: the code for them takes the unbiased variance of each pool.
+    """
+    own = pooled(x, addresses(x, "instance"))
+    if x.dim() == 2:
+        return seen._replace(var=seen.var * seen.number / (seen.number - 1))
+    second = own.at(own.var * own.number / (own.number - 1) + own.mean.square())
+    return seen._replace(var=pooled(second, seen.where).mean - seen.mean.square())
+
+
 def statistics_of(
-    p: Values, x: Tensor, pool: str, given: Given, training: bool, suffix: str = ""
+    p: Values, x: Tensor, pool: str, given: Given, training: bool, suffix: str = "", unbiased: bool = False
 ) -> tuple[Tensor, Tensor, tuple[Pooled, ...]]:
     """Mean and variance for every value, and what was pooled where that is tracked."""
     branch = branch_of(given, x.shape[0])
@@ -207,14 +221,15 @@ def statistics_of(
     if tracked and not training:
         return *stored(p, x, pool, branch, suffix), ()
     seen = pooled(x, addresses(x, pool, branch))
+    seen = of_official_code(x, seen) if unbiased else seen
     return seen.at(seen.mean), seen.at(seen.var), (seen,) if tracked else ()
 
 
-def single(pool: str, how: str = "unbiased", example_weight: float = 0.0) -> Formula:
+def single(pool: str, how: str = "unbiased", example_weight: float = 0.0, unbiased: bool = False) -> Formula:
     """One pool. ``example_weight`` mixes first and second moments of the sample into the running ones."""
 
     def standardize(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
-        mean, var, seen = statistics_of(p, x, pool, given, training)
+        mean, var, seen = statistics_of(p, x, pool, given, training, unbiased=unbiased)
         if example_weight and not training:
             own = pooled(x, addresses(x, pool.split("/")[0].replace("batch_channels", "group")))
             w = example_weight
@@ -223,7 +238,7 @@ def single(pool: str, how: str = "unbiased", example_weight: float = 0.0) -> For
             var = second - mean.square()
         return Standard((x - mean) / (var + EPS).sqrt(), seen)
 
-    return Formula(pool, standardize, how)
+    return Formula(f"{pool}, unbiased" if unbiased else pool, standardize, how)
 
 
 def softmax_weights(logits: Tensor, p: Values) -> Tensor:
@@ -262,7 +277,10 @@ def sparsestmax_of(z: Tensor, radius: float, centre: Tensor | None = None) -> Te
 
 
 def mixture(
-    *pools: str, weights: Callable[[Tensor, Values], Tensor] = softmax_weights, how: str = "unbiased"
+    *pools: str,
+    weights: Callable[[Tensor, Values], Tensor] = softmax_weights,
+    how: str = "unbiased",
+    unbiased: bool = False,
 ) -> Formula:
     """Switchable normalization: means and VARIANCES are mixed, by two sets of weights, and then one root is taken."""
 
@@ -276,12 +294,12 @@ def mixture(
         over_batch = [pool for pool in pools if pool.startswith("batch")]
         for k, pool in enumerate(pools):
             suffix = suffix_of(over_batch.index(pool)) if pool in over_batch else ""
-            m, v, tracked = statistics_of(p, x, pool, given, training, suffix)
+            m, v, tracked = statistics_of(p, x, pool, given, training, suffix, unbiased)
             mean, var = mean + w_mean[k] * m, var + w_var[k] * v
             seen += tracked
         return Standard((x - mean) / (var + EPS).sqrt(), seen)
 
-    return Formula("+".join(pools), standardize, how)
+    return Formula("+".join(pools) + ", unbiased" * unbiased, standardize, how)
 
 
 def _positional(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
@@ -712,6 +730,15 @@ CASES: tuple[Case, ...] = (
          {"pools": ("batch", "layer", "batch_group(4)")}, channels=6),
     Case("switch-hardened", "SwitchNorm", (16,), mixture(*SWITCH, weights=one_hot_weights), {"pools": SWITCH},
          prepare=lambda layer: layer.harden()),
+    Case("switch-unbiased", "SwitchNorm", (16,), mixture(*SWITCH, how="used", unbiased=True),
+         {"pools": SWITCH, "unbiased": True}, flat=False),
+    Case("switch-unbiased-layer-and-batch", "SwitchNorm", (16,),
+         mixture("layer", "batch", how="used", unbiased=True), {"pools": ("layer", "batch"), "unbiased": True}),
+    Case("switch-unbiased-batch-average", "SwitchNorm", (16,), mixture(*SWITCH, how="total", unbiased=True),
+         {"pools": SWITCH, "unbiased": True, "moving_average": False}, momentum=None, flat=False),
+    Case("switch-unbiased-two-groups", "SwitchNorm", (16,),
+         mixture("layer", "batch/ghost=2", how="used", unbiased=True),
+         {"pools": ("layer", "batch"), "unbiased": True, "groups": 2, "ghost": 2}),
     Case("sparse-switch-radius-0", "SparseSwitchNorm", (16,), mixture(*SWITCH, weights=sparsest_weights),
          {"pools": SWITCH}, prepare=_radius(0.0, 0.9, 0.4, 0.1)),
     Case("sparse-switch-radius-0.5", "SparseSwitchNorm", (16,), mixture(*SWITCH, weights=sparsest_weights),
@@ -744,6 +771,8 @@ CASES: tuple[Case, ...] = (
     # styles and predicted maps
     Case("adaptive-instance", "AdaptiveInstanceNorm", (16,), single("instance"), affine=("style",), give=style,
          flat=False),
+    Case("adaptive-instance-unbiased", "AdaptiveInstanceNorm", (16,), single("instance", unbiased=True),
+         {"unbiased": True}, affine=("style",), give=style_moments, flat=False),
     Case("adaptive-instance-one-style", "AdaptiveInstanceNorm", (16,), single("instance"), affine=("style",),
          give=one_style, flat=False),
     Case("adaptive-instance-style-moments", "AdaptiveInstanceNorm", (16,), single("instance"), affine=("style",),

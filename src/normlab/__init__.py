@@ -21,6 +21,7 @@ from .model.fixup import fixup, fixup_parameters
 from .model.fold import fold
 from .model.fuse import fuse
 from .model.mixtures import harden, importance, set_radius
+from .model.official import OfficialKeys, load_official
 from .model.plain_layers import merge_sandwich
 from .model.report import Report, report
 from .model.routing import keep_route, route
@@ -55,6 +56,7 @@ __all__ = [
     "Mixture",
     "Modes",
     "Moments",
+    "OfficialKeys",
     "Pool",
     "Positional",
     "Renorm",
@@ -78,6 +80,7 @@ __all__ = [
     "host_status",
     "importance",
     "keep_route",
+    "load_official",
     "merge_sandwich",
     "no_update",
     "normalize",

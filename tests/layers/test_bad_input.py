@@ -1,8 +1,12 @@
 """Wrong input is refused with a sentence: what came, what was expected, what to do.
 
-Each row gives a call, the error, and the parts of its text that carry the information.
+Each row gives a call, the error, and the parts of its text that carry the information. Two sweeps at the end give every
+layer class things that are no arguments and no tensors of its kind.
 """
 
+import inspect
+import linecache
+import math
 import os
 import subprocess
 import sys
@@ -570,3 +574,164 @@ def test_half_an_affine_map_is_a_sentence(name: str, back_end: str):
             pytest.raises(ValueError, match=f"the {name} of .* is None, and its affine map needs both"),
         ):
             layer(torch.randn(2, 6, 3, 3), *given)
+
+
+# --- sweeps -------------------------------------------------------------------------------------------------------
+
+
+class Odd:
+    """An object of no use."""
+
+
+FAMILIES = sorted(
+    (
+        kind
+        for n in normlab.__all__
+        if isinstance(kind := getattr(normlab, n), type) and issubclass(kind, Norm) and kind.dims is None
+    ),
+    key=lambda kind: kind.__name__,
+)
+NEEDED = {"num_features": 6, "num_channels": 6, "num_groups": 3, "num_classes": 3, "key_size": 3}
+# What no argument may be but a number or a flag, which test_arguments.py sweeps.
+THINGS: list[Any] = [
+    "x", "", b"x", 1j, [1], ["main", 3], [["main"]], {"a": 1}, {"main", "aux"}, Odd(), object, nn.ReLU(), lambda x: x,
+    torch.ones(2), torch.ones(60, 60), torch.tensor(3), torch.zeros((), device="meta"), torch.float8_e5m2,
+    torch.complex64, math.inf, math.nan, -1, 10**60, 1e300, "cuda:x",
+]  # fmt: skip
+
+
+def judged(call: Callable[[], object]) -> str | None:
+    """None where the call raised an error of ours that is one sentence, otherwise what it did."""
+    try:
+        found = call()
+    except (TypeError, ValueError) as error:
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        assert at is not None
+        line = linecache.getline(at.tb_frame.f_code.co_filename, at.tb_lineno)
+        text = str(error)
+        if "normlab" not in at.tb_frame.f_code.co_filename or not line.strip().startswith("raise "):
+            return f"raised what is not ours: {text}"
+        return None if type(error) in (TypeError, ValueError) and "\n" not in text and len(text) < 400 else text
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"took it: {type(found).__name__}"
+
+
+@pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
+def test_no_argument_is_just_anything(kind: type[Norm]):
+    parameters = inspect.signature(kind).parameters
+    own: dict[str, Any] = {n: v for n, v in NEEDED.items() if n in parameters}
+    if kind is Norm:
+        own["affine"] = "class"
+    kind(**own)
+    for name in parameters:
+        for thing in THINGS:
+            if (name, type(thing)) == ("branches", dict):  # keys have an order
+                continue
+            said = judged(lambda name=name, thing=thing: kind(**own | {name: thing}))
+            assert said is None, f"{kind.__name__}({name}={str(thing)[:40]}): {said}"
+
+
+STATISTICS: dict[type, dict[str, Any]] = {
+    Pool: {"kind": "group", "over_batch": True, "groups": 2},
+    normlab.Single: {"pool": Pool("channel", True)},
+    normlab.Mixture: {"members": (Pool("channel", True),)},
+    normlab.RootMeanSquare: {}, normlab.Modes: {}, normlab.Renorm: {}, normlab.Kalman: {}, normlab.Positional: {},
+    normlab.FilterResponse: {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STATISTICS, ids=lambda kind: kind.__name__)
+def test_no_argument_of_statistics_is_just_anything(kind: Any):
+    own = STATISTICS[kind]
+    Norm2d(6, kind(**own))
+    for name in inspect.signature(kind).parameters:
+        for thing in THINGS:
+            said = judged(lambda name=name, thing=thing: Norm2d(6, kind(**own | {name: thing})))
+            assert said is None, f"{kind.__name__}({name}={str(thing)[:40]}): {said}"
+
+
+IMAGES = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(0))
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # compressed rows are a beta of torch
+    # What is not a floating-point tensor with values, dense and of 16 bits or more.
+    NO_IMAGES: dict[str, Any] = {
+        "text": "x", "a number": 3.0, "a flag": True, "a list": [1.0], "a module": nn.ReLU(), "a tuple": (IMAGES,),
+        "integers": IMAGES.long(), "truths": IMAGES > 0, "complex": IMAGES.to(torch.complex64),
+        "fp8": IMAGES.to(torch.float8_e4m3fn), "sparse": IMAGES.to_sparse(), "mkldnn": IMAGES.to_mkldnn(),
+        "compressed rows": torch.eye(6).to_sparse_csr(), "meta": IMAGES.to("meta"),
+        "0d": torch.tensor(1.0), "1d": IMAGES[0, :, 0, 0], "no channels": IMAGES[:, :0],
+        "nested": torch.nested.nested_tensor([IMAGES[0], IMAGES[1, :, :3]], layout=torch.jagged),
+    }  # fmt: skip
+INDEX = torch.tensor([0, 1, 1, 0])
+NO_INDICES: dict[str, Any] = {
+    "a negative": -1, "many": 10**30, "a fraction": 0.5, "sparse": INDEX.to_sparse(), "meta": INDEX.to("meta"),
+    "complex": INDEX.to(torch.complex64), "truths": INDEX > 0, "a mapping": {"a": 1}, "a module": nn.ReLU(),
+    "images": IMAGES,
+}  # fmt: skip
+
+
+def callable_layers() -> list[Norm]:
+    made = []
+    for kind in FAMILIES:
+        takes = inspect.signature(kind).parameters
+        two: Any = getattr(normlab, f"{kind.__name__}2d")
+        affine = {"affine": True} if kind is normlab.InstanceNorm else {}
+        needed = {n: v for n, v in NEEDED.items() if n in takes and (kind is not Norm or n == "num_features")}
+        made.append(two(**needed, **affine))
+    names = ("filter_response", "global_response", "rms", "batch_group(4)", "batch/ghost=2")
+    made += [Norm2d(6, name) for name in names] + [Norm(6, "layer_last"), SwitchNorm2d(6, act="relu")]
+    made += [Norm2d(6, affine=("class", "branch"), num_classes=3, branches=("main", "aux"))]
+    return made
+
+
+@pytest.mark.parametrize(
+    "layer", callable_layers(), ids=lambda layer: f"{type(layer).__name__} {layer.statistics.label}"
+)
+def test_no_call_takes_just_anything(layer: Norm):
+    good = {"label": torch.tensor([0, 1, 2, 0]), "branch": "main", "style": IMAGES}
+    given = {n: v for n, v in good.items() if n in layer.wants}
+    images = IMAGES.movedim(1, -1) if layer.statistics.channels_at_end else IMAGES
+    if isinstance(layer, KalmanNorm2d):
+        calls = {n: (images, (v, v)) for n, v in NO_IMAGES.items() if n != "1d"}
+        each = {n: lambda args=args: layer(*args) for n, args in calls.items()}
+    else:
+        assert layer(images, residual=images, **given).shape == images.shape
+        each = {f"residual: {n}": lambda v=v: layer(images, residual=v, **given) for n, v in NO_IMAGES.items()}
+    bad = {"label": NO_INDICES, "branch": NO_INDICES, "style": NO_IMAGES}
+    parameters = len(list(layer.parameters())) + len(list(layer.buffers()))
+    for training in (True, False):
+        layer.train(training)
+        each |= {f"x: {n}": lambda v=v: layer(v, **given) for n, v in NO_IMAGES.items() if n != "meta" or parameters}
+        for name in layer.wants:
+            each |= {f"{name}: {n}": lambda v=v, n=name: layer(images, **given | {n: v}) for n, v in bad[name].items()}
+        for what, call in each.items():
+            assert (said := judged(call)) is None, f"{what}: {said}"
+
+
+def test_layouts_of_earlier_calls_are_told_apart():
+    """What serves repeated calls looks a call up before its checks. Compressed rows have no strides to look up by."""
+    layer = BatchNorm1d(6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = torch.eye(6).to_sparse_csr()
+    layer._known_calls[None] = None
+    assert (said := judged(lambda: layer(rows))) is None, said
+
+
+@pytest.mark.parametrize("what", NO_IMAGES)
+def test_style_moments_are_tensors_of_numbers(what: str):
+    thing = NO_IMAGES[what]
+    thing = thing[:, :, 0, 0] if isinstance(thing, Tensor) and thing.dim() == 4 and what in ("fp8", "meta") else thing
+    said = judged(lambda: adain(StyleMoments(thing, thing)))
+    assert said is None, said
+
+
+def test_moments_of_positions_are_of_images():
+    layer = normlab.PositionalNorm2d(6)
+    for what, thing in NO_IMAGES.items():
+        assert (said := judged(lambda thing=thing: layer.moments(thing))) is None, f"{what}: {said}"

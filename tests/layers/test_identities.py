@@ -666,6 +666,35 @@ def test_predicted_moments_serve_as_a_prior():
     assert_close(second.running_mean, 0.1 * second.posterior[0])  # type: ignore[index]
 
 
+@pytest.mark.parametrize("shape", [(4, 8), (4, 8, 5), (4, 8, 5, 3), (2, 8, 2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_positional_moments_are_what_the_layer_normalizes_with(shape: tuple[int, ...], dtype: torch.dtype):
+    """PONO's moment shortcut: mean and deviation at each position, in the dtype of the input, with gradients."""
+    kind = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}[len(shape)]
+    layer = getattr(normlab, f"PositionalNorm{kind}")(8, affine=False, dtype=dtype)
+    x = (3 * torch.randn(shape) + 1).to(dtype).requires_grad_()
+    mean, std = layer.moments(x)
+    assert mean.dtype == std.dtype == dtype
+    wide = x.detach().double().requires_grad_()
+    want = wide.mean(1, keepdim=True), (wide.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+    exact = dtype == torch.float64
+    tolerance = 1e-11 if exact else 8e-3
+    for found, expected in zip((mean, std), want, strict=True):
+        assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    if exact:
+        assert_close(layer(x) * std + mean, x, **EXACT)
+        (found,), (expected,) = (
+            torch.autograd.grad((m * s).sum(), t) for (m, s), t in (((mean, std), x), (want, wide))
+        )
+        assert_close(found, expected, **EXACT)
+
+
+def test_positional_moments_refuse_what_the_layer_refuses():
+    layer = normlab.PositionalNorm2d(8)
+    with pytest.raises(ValueError, match="has 8 channels; got 7"):
+        layer.moments(torch.randn(2, 7, 3, 3))
+
+
 def test_a_posterior_carries_no_gradient():
     """Gradients of a prior stop at the posterior, and reach the convolution that predicts."""
     first, conv = normlab.KalmanNorm2d(8), nn.Conv2d(8, 8, 3)

@@ -6,9 +6,16 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import torch
+
+from .messages import shown
+
 
 class Argument(NamedTuple):
-    """An integer (``Integral``), a finite number (``Real``) or a flag (``bool``), from ``least`` to ``most``."""
+    """An integer (``Integral``), a finite number (``Real``) or a flag (``bool``), from ``least`` to ``most``.
+
+    Integers are those that torch has, of 64 bits. Finite is what float32 can hold.
+    """
 
     kind: type
     about: str
@@ -45,10 +52,14 @@ ARGUMENTS: dict[str, Argument] = {
     "shared_affine": Argument(bool, "whether the branches share one affine map"),
     "style": Argument(bool, "whether the layer takes a style"),
     "total": Argument(bool, "whether the running variance has the drift of the mean"),
+    "unbiased": Argument(bool, "whether variances are those of torch.var, as in the papers' official code"),
     "threshold": Argument(bool, "whether a learned threshold follows"),
     "centered": Argument(bool, "whether the mean is taken off"),
     "at_end": Argument(bool, "whether the channels are the last axis"),
 }  # fmt: skip
+
+
+_LARGEST = {Integral: 2**63 - 1, Real: torch.finfo(torch.float32).max}
 
 
 def check_arguments(**given: Any) -> None:
@@ -59,10 +70,12 @@ def check_arguments(**given: Any) -> None:
             continue
         number: Any = value
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if right and (kind is bool or (abs(number) < inf and least <= number <= most)):
+        if right and (kind is bool or (abs(number) <= _LARGEST[kind] and least <= number <= most)):
             continue
         what = {Integral: "an integer", Real: "a finite number", bool: "True or False"}[kind]
         between = "" if least == -inf else f" of at least {least}" if most == inf else f" between {least} and {most}"
+        if right and kind is not bool and not abs(number) <= _LARGEST[kind] and abs(number) < inf:
+            between += f" that {'64 bits hold' if kind is Integral else 'float32 holds'}"
         instead = f" (or None {none})" if none else ""
-        sentence = f"{name} is {value!r}; it must be {what}{between}{instead}: {about}"
+        sentence = f"{name} is {shown(value)}; it must be {what}{between}{instead}: {about}"
         raise (ValueError if right else TypeError)(sentence)

@@ -20,9 +20,15 @@ def check_model(model: object, function: str) -> None:
 def check_number(number: object, what: str) -> None:
     """Raise where ``number`` is not an integer of at least one."""
     if isinstance(number, bool) or not isinstance(number, Integral):
-        raise TypeError(f"{what} is an integer; got {number!r}")
+        raise TypeError(f"{what} is an integer; got {shown(number)}")
     if number < 1:
         raise ValueError(f"{what} is {number}; it must be at least 1")
+
+
+def shown(value: object) -> str:
+    """The ``repr`` of a value on one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..engine.contract import StyleMoments
 from ..engine.normalize import slice_moments
 from ..statistics.affine import Affine, compose, select, select_branch
+from ..statistics.plans import bessel
 
 if TYPE_CHECKING:
     from .norm import Norm
@@ -89,7 +90,8 @@ def _shared(layer: Norm) -> tuple[Tensor, Tensor]:
 def _style(layer: Norm, style: Any, x: Tensor | None) -> StyleMoments:
     if not isinstance(style, StyleMoments):
         moments = slice_moments(style)
-        style = StyleMoments(moments.mean, (moments.var + layer.eps).sqrt())
+        var = moments.var * bessel(moments.size) if layer.statistics.unbiased else moments.var
+        style = StyleMoments(moments.mean, (var + layer.eps).sqrt())
     if x is not None and style.mean.shape[0] not in (1, x.shape[0]):
         raise ValueError(
             f"the style has {style.mean.shape[0]} samples and the content {x.shape[0]}; "

@@ -17,7 +17,7 @@ from ..statistics.pools import Pool, batch, batch_group
 from ..statistics.registry import register
 from ..statistics.renorm import Renorm
 from ..statistics.single import Single
-from .checks import as_node, check_input
+from .checks import as_node, check_beside, check_input
 from .norm import Norm
 
 __all__ = [
@@ -194,6 +194,8 @@ class KalmanNorm(Norm):
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in prior]
         if shapes != [(self.num_features,)] * 2:
             raise ValueError(f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}")
+        for t in prior:
+            check_beside("each of the prior's tensors", t, x, "it")
         return self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ())
 
     def _update_in_kernel(self, segments: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Proxy
 
-from ..engine.messages import words
+from ..engine.messages import shown, words
 from ..statistics.plans import Segments
 
 if TYPE_CHECKING:
@@ -23,9 +24,19 @@ _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
 SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
 
 
-def check_dtype(dtype: Any) -> None:
-    if dtype is not None and dtype not in _DTYPES:
-        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}")
+def check_place(device: Any, dtype: Any) -> None:
+    """Refuse what is no device, and what is no dtype of parameters."""
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in _DTYPES):
+        raise TypeError(f"dtype is {shown(dtype)}; it must be one of {', '.join(map(str, _DTYPES))}")
+    number = isinstance(device, Integral) and not isinstance(device, bool)
+    if device is not None and not number and not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device is {shown(device)}; it must be a torch.device or its name, such as 'cpu' or 'cuda:0'")
+    if isinstance(device, str) or number:
+        try:
+            torch.device(device)  # type: ignore[arg-type]
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            reason = str(error).splitlines()[0].partition(", ")[0]
+            raise ValueError(f"device is {device!r}, which torch does not know: {reason}") from error
 
 
 def as_node(layer: Norm, x: Proxy, given: dict[str, Any]) -> Any:
@@ -84,7 +95,27 @@ def _check_place(layer: Norm, x: Tensor) -> None:
     )
 
 
-def check_last_axis(layer: Norm, x: Any) -> None:
+def check_dense(what: str, t: Tensor, name: str = "it") -> None:
+    if t.layout is not torch.strided or t.is_nested:
+        got, call = ("a nested tensor", "to_padded_tensor(0.0)") if t.is_nested else (t.layout, "to_dense()")
+        raise TypeError(f"{what} is a dense tensor; got {got}; call {name}.{call} first")
+
+
+def check_beside(what: str, t: Tensor, x: Tensor, name: str) -> None:
+    """Refuse another tensor of a call that is not dense, not floating-point, or elsewhere than ``x``."""
+    check_dense(what, t, name)
+    if t.dtype not in _DTYPES:
+        hint = "" if t.is_complex() else f"; call {name}.float() first"
+        raise TypeError(f"{what} is floating-point, of 16 bits or more; got {t.dtype}{hint}")
+    if t.device != x.device:
+        raise ValueError(f"{what} is on {t.device} and the input on {x.device}; call {name}.to({str(x.device)!r})")
+
+
+def check_last_axis(layer: Norm, x: Any, residual: Any = None) -> None:
+    if isinstance(x, Tensor):
+        check_dense(f"the input of {type(layer).__name__}", x, "x")
+    if isinstance(x, Tensor) and residual is not None:
+        check_residual(layer, x, residual)
     if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] != layer.num_features:
         first = x.shape[1] == layer.num_features
         hint = "; the channels seem to be second, call x.movedim(1, -1)" if first else ""
@@ -97,12 +128,15 @@ def check_last_axis(layer: Norm, x: Any) -> None:
         raise ValueError(f"{type(layer).__name__} takes a tensor [*, {layer.num_features}]; got {got}")
 
 
-def check_residual(layer: Norm, x: Tensor, residual: Tensor) -> None:
+def check_residual(layer: Norm, x: Tensor, residual: Any) -> None:
+    if isinstance(residual, Tensor):
+        check_dense("the residual", residual, "residual")
     if not isinstance(residual, Tensor) or residual.shape != x.shape or residual.device != x.device:
         got = f"{list(residual.shape)} on {residual.device}" if isinstance(residual, Tensor) else type(residual)
         raise ValueError(
             f"{type(layer).__name__} adds a residual of x's shape and device, {list(x.shape)} on {x.device}; got {got}"
         )
+    check_beside("the residual", residual, x, "residual")
 
 
 def _rank_hint(layer: Norm, x: Tensor) -> str:
@@ -157,8 +191,9 @@ def check_transform(layer: Norm, seen: Tensor, stored: Tensor) -> None:
 
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(branches, str) or not isinstance(branches, Iterable) or not all(isinstance(b, str) for b in branches):
-        raise TypeError(f'branches are names, such as ("main", "aux"); got {branches!r}')
+    in_order = isinstance(branches, Iterable) and not isinstance(branches, (str, Tensor, Set))
+    if not in_order or not all(isinstance(b, str) for b in branches):
+        raise TypeError(f'branches are names, such as ("main", "aux"); got {shown(branches)}')
     names = tuple(branches)
     if not names or len(set(names)) != len(names):
         raise ValueError(f"branches need different names, at least one; got {names}")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.contract import StyleMoments
-from ..engine.messages import nearest, words
+from ..engine.messages import nearest, shown, words
 from ..statistics import running
+from .checks import check_beside, check_dense
 
 if TYPE_CHECKING:
     from .norm import Norm
@@ -74,21 +76,23 @@ def conditions(layer: Norm, given: dict[str, Any], x: Tensor) -> tuple[Any, int 
         assert layer.branches is not None
         found["branch"] = _beside(x, branch_index(found["branch"], layer.branches, x.shape[0]))
     if "style" in layer.wants:
-        _check_style(layer, found["style"])
+        _check_style(layer, found["style"], x)
     return found["label"], found["branch"], found["style"]
 
 
-def _check_style(layer: Norm, style: Any) -> None:
+def _check_style(layer: Norm, style: Any, x: Tensor) -> None:
     if isinstance(style, StyleMoments):
+        for t in style:
+            if isinstance(t, Tensor):
+                check_beside("each of the style moments", t, x, "it")
         shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in style]
         if shapes[0] != shapes[1] or shapes[0][1:] != [layer.num_features]:
             raise ValueError(f"style moments must be [N, {layer.num_features}] each; got {words(shapes)}")
         return
     if not isinstance(style, Tensor):
         raise TypeError(f"the style is features [N, C, *S] or StyleMoments; got {type(style).__name__}")
-    if not style.is_floating_point():
-        raise TypeError(f"the style is floating-point features; got {style.dtype}; call style.float() first")
-    if style.dim() < 3 or style.shape[1] != layer.num_features:
+    check_beside("the style", style, x, "style")
+    if style.dim() < 3 or style.shape[1] != layer.num_features or not prod(style.shape[2:]):
         raise ValueError(
             f"the style has shape {list(style.shape)}; expected features [N, {layer.num_features}, *S] of the same "
             "layer as the content"
@@ -96,7 +100,11 @@ def _check_style(layer: Norm, style: Any) -> None:
 
 
 def _beside(x: Tensor, index: int | Tensor) -> int | Tensor:
-    return index.to(x.device) if isinstance(index, Tensor) else index
+    if not isinstance(index, Tensor):
+        return index
+    if index.is_meta and not x.is_meta:
+        raise ValueError(f"labels and branch indices on meta have no values, and the input is on {x.device}")
+    return index.to(x.device)
 
 
 class Route(NamedTuple):
@@ -169,8 +177,8 @@ def branch_index(branch: Any, branches: Sequence[str], samples: int | None) -> i
         branch = torch.tensor([branch_index(b, branches, None) for b in branch], dtype=torch.long)
     if not isinstance(branch, Tensor):
         raise TypeError(
-            f"a branch is a name, an index, a list of names, or a tensor of indices, one a sample; got {branch!r}; "
-            f"the branches are {words(branches)}"
+            "a branch is a name, an index, a list of names, or a tensor of indices, one a sample; got "
+            f"{shown(branch)}; the branches are {words(branches)}"
         )
     branch = _one_a_sample(_integers(branch, "branch indices", "branch"), samples, "branch")
     _check_range(branch, len(branches), lambda low, high: f"branch indices run from {low} to {high}, but there are "
@@ -179,7 +187,8 @@ def branch_index(branch: Any, branches: Sequence[str], samples: int | None) -> i
 
 
 def _integers(index: Tensor, what: str, name: str) -> Tensor:
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+    check_dense(f"the {name}", index, name)
+    if index.is_floating_point() or index.is_complex() or index.is_quantized or index.dtype == torch.bool:
         raise TypeError(f"{what} must be integers; got a tensor of {index.dtype}; pass {name}.long()")
     return index.long()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Processes:
         return Processes, ()
 
 
-def layout_of(x: Tensor) -> bool | tuple[int, ...]:
+def layout_of(x: Tensor) -> bool | tuple[int, ...] | torch.layout:
     """What tells layouts apart: a tensor that is not contiguous may be channels last, or have gaps."""
+    if x.layout is not torch.strided:
+        return x.layout
     return x.is_contiguous() or x.stride()

@@ -32,6 +32,8 @@ class SwitchNorm(Norm):
         groups: channel groups with mixture weights of their own (group SN).
         moving_average: False tracks the average of all batches since the start with the total variance. Those of old
             weights are among them: run :func:`normlab.calibrate` before evaluating.
+        unbiased: take the variances of the official code, which are those of ``torch.var`` for each channel of each
+            sample. Give it to compute what a model trained with that code computes, see :func:`normlab.load_official`.
     """
 
     _pools: tuple[str, ...] = ("instance", "layer", "batch")
@@ -51,6 +53,7 @@ class SwitchNorm(Norm):
         last_gamma: bool = False,
         groups: int = 1,
         moving_average: bool = True,
+        unbiased: bool = False,
         ghost: int | None = None,
         act: str | None = None,
     ) -> None:
@@ -60,6 +63,7 @@ class SwitchNorm(Norm):
             groups=groups,
             weighting=self._weighting,
             average="moving" if moving_average else "batch",
+            unbiased=unbiased,
         )
         super().__init__(
             num_features, statistics, affine, eps=eps, momentum=momentum, track_running_stats=track_running_stats,

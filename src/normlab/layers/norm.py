@@ -28,9 +28,9 @@ from .checks import (
     as_node,
     check_branches,
     check_counts,
-    check_dtype,
     check_input,
     check_last_axis,
+    check_place,
     check_residual,
 )
 from .conditions import conditions, first_condition, plain_condition
@@ -113,7 +113,7 @@ class Norm(nn.Module):
             num_features=num_features, num_classes=num_classes, eps=eps, momentum=momentum, init_std=init_std,
             track_running_stats=track_running_stats, key_size=key_size, ghost=ghost,
         )  # fmt: skip
-        check_dtype(dtype)
+        check_place(device, dtype)
         if branches is not None:
             branches = check_branches(branches)
         statistics = parse_statistics(statistics)
@@ -286,7 +286,7 @@ class Norm(nn.Module):
             return self._normalize(x, condition, label, branch, style, residual)
         statistics = self.statistics
         if statistics.channels_at_end:
-            check_last_axis(self, x)
+            check_last_axis(self, x, residual)
             x, residual = (x.movedim(-1, 1), residual.movedim(-1, 1) if isinstance(residual, Tensor) else residual)
         y = self._normalize(x, condition, label, branch, style, residual)
         if statistics.finishes:

@@ -146,7 +146,7 @@ def _move_by_kernel(layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, 
         plain = plain and mean.device == var.device == batches.device == pooled.mean.device
         each = isinstance(count, Tensor)
         known = not each or count.shape in (pooled.mean.shape, (pooled.mean.shape[0], 1))
-        if not plain or isinstance(branch, Tensor) or how == "deviation" or not known:
+        if not plain or isinstance(branch, Tensor) or how not in ("unbiased", "total") or not known:
             return False
         if layer.branches is not None:
             mean, var = mean[branch], var[branch]

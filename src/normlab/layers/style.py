@@ -11,6 +11,7 @@ from ..statistics.base import Statistics
 from ..statistics.names import parse_statistics
 from ..statistics.pools import Pool, instance
 from ..statistics.registry import register
+from ..statistics.single import Single
 from .norm import Norm
 
 __all__ = [
@@ -23,7 +24,10 @@ __all__ = [
 
 @register("adaptive_instance", target=False, row="instance", column="style", page="adaptive-instance")
 class AdaptiveInstanceNorm(Norm):
-    """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``."""
+    """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``.
+
+    ``unbiased`` takes the variances of the official code, of content and style: those of ``torch.var``.
+    """
 
     def __init__(
         self,
@@ -32,16 +36,21 @@ class AdaptiveInstanceNorm(Norm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        unbiased: bool = False,
         act: str | None = None,
     ) -> None:
-        super().__init__(num_features, instance, "style", eps=eps, device=device, dtype=dtype, act=act)
+        statistics = Single(instance, unbiased=unbiased)
+        super().__init__(num_features, statistics, "style", eps=eps, device=device, dtype=dtype, act=act)
 
 
 @register(
     "sandwich_adaptive_instance", target=False, row="instance", column="sandwich, then style", page="adaptive-instance"
 )
 class SandwichAdaptiveInstanceNorm(Norm):
-    """Adaptive instance norm with a shared affine map before the style's. ``layer(content, style)``."""
+    """Adaptive instance norm with a shared affine map before the style's. ``layer(content, style)``.
+
+    ``unbiased`` takes the variances of the official code, of content and style: those of ``torch.var``.
+    """
 
     def __init__(
         self,
@@ -50,9 +59,11 @@ class SandwichAdaptiveInstanceNorm(Norm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        unbiased: bool = False,
         act: str | None = None,
     ) -> None:
-        super().__init__(num_features, instance, "sandwich_style", eps=eps, device=device, dtype=dtype, act=act)
+        statistics = Single(instance, unbiased=unbiased)
+        super().__init__(num_features, statistics, "sandwich_style", eps=eps, device=device, dtype=dtype, act=act)
 
 
 @register(

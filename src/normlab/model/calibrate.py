@@ -243,7 +243,8 @@ def _write(layer: Tracking, observer: Observer, group: ProcessGroup | None) -> N
         mean, var, count = total
         if group is not None:
             mean, var, count = gather_statistics(mean, var, count, group)
-        var = var * count / (count - 1).clamp_min(1)
+        if not (own and layer.statistics.unbiased):  # those batches showed unbiased variances
+            var = var * count / (count - 1).clamp_min(1)
         for stored, new in ((stored_mean, mean), (stored_var, var)):
             new = new.reshape(stored.shape).to(stored.dtype)
             stored.copy_(torch.where(count.reshape(stored.shape) > 0, new, stored))

@@ -22,9 +22,12 @@ from ..statistics.affine import compose, select, select_branch
 from ..statistics.pools import Pool, batch, group, instance
 from ..statistics.positional import Positional
 from ..statistics.running import Policy
+from .official import is_official, twin_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ..layers import SwitchNorm
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Plain:
     synchronized: bool = False
     process_group: ProcessGroup | None = None
     after: tuple[tuple[str, nn.Module], ...] = ()  # what the layer applies to the normalized values, by name
+    twin: SwitchNorm | None = None  # of a layer of the official code: the layer of normlab that computes the same
     reason: str = ""
 
     @property
@@ -107,7 +111,7 @@ _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a normalization layer, or at least goes by that name."""
     named = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
-    return named or isinstance(module, (Norm, *_OTHERS)) or _kind(module) is not None
+    return named or isinstance(module, (Norm, *_OTHERS)) or _kind(module) is not None or is_official(module)
 
 
 def read(module: nn.Module, *, branch: str | None = None, label: int | None = None) -> Plain | str:
@@ -123,6 +127,10 @@ def read(module: nn.Module, *, branch: str | None = None, label: int | None = No
         return "not initialized yet; run one batch through the model first"
     if is_parametrized(module):
         return "parametrized; torch.nn.utils.parametrize.remove_parametrizations first"
+    if is_official(module):
+        twin = twin_of(module)
+        synchronized = type(module).__name__.startswith("Sync")
+        return replace(_read_own(twin, branch, label), twin=twin, synchronized=synchronized)
     kind = _kind(module)
     if kind is None:
         return _unknown(module)

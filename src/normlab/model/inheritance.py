@@ -76,7 +76,7 @@ def _kept(new: Norm, source: Plain, place: int | None) -> str:
         return NEW
     pool = canonical(statistics.pools[place], new.num_features)
     if not pool.over_batch:
-        return SAME
+        return SAME if in_training else NEW
     if new.track_running_stats != source.tracked:
         return NEW
     if in_training and source.trains and pool == source.pool:

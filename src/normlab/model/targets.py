@@ -17,6 +17,7 @@ from ..layers.by_name import family, fit_to_channels, make_layer, options_of
 from ..statistics.registry import NORMALIZERS, Normalizer, register
 from .description import Plain
 from .inheritance import NEW, take_over
+from .official import options_of_twin
 
 # What leaves no layer: nothing at all, or weights that are normalized instead.
 register("none", short=("identity",))(nn.Identity)
@@ -93,7 +94,7 @@ class LayerMaker:
             notes += _synchronize(new, source)
         kept = NEW
         if self.keep:
-            kept, more = take_over(new, module, source)
+            kept, more = take_over(new, source.twin or module, source)
             notes += more
         _freeze(new, source)
         return new, kept, notes
@@ -101,6 +102,8 @@ class LayerMaker:
     def _options(self, source: Plain) -> tuple[dict[str, Any], list[str]]:
         """What the new layer is told: options given, then what the old layer has, then the defaults."""
         from_source: dict[str, Any] = {"eps": source.eps, "affine": source.affine}
+        if source.twin is not None:
+            from_source |= options_of_twin(source.twin)
         pool = source.pool
         if pool is not None and pool.over_batch and (pool.ghost == 1 or not self._makes(*_INSTANCE)):
             from_source["track_running_stats"] = source.tracked

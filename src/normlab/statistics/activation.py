@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..engine.messages import nearest
+from ..engine.messages import nearest, shown
 
 # The numbers are the kernels'.
 ACTIVATIONS: dict[str | None, int] = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
@@ -24,5 +24,5 @@ def activate(x: Tensor, name: str | None, leak: float = LEAK) -> Tensor:
 def check_activation(name: str | None) -> str | None:
     if not (name is None or isinstance(name, str)) or name not in ACTIVATIONS:
         known = tuple(n for n in ACTIVATIONS if n is not None)
-        raise ValueError(f"there is no activation {name!r} that a norm layer applies; {nearest(str(name), known)}")
+        raise ValueError(f"there is no activation {shown(name)} that a norm layer applies; {nearest(str(name), known)}")
     return name

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from ..engine.arguments import check_arguments
 from ..engine.coefficients import unpack
 from ..engine.contract import Coefficients, Moments, Rule
-from ..engine.messages import nearest
+from ..engine.messages import nearest, shown
 from ..engine.numerics import at_least_float32
 from ..engine.rows import Rows, take
 from .base import PooledRule
@@ -48,7 +48,9 @@ def parse_affine(affine: bool | str | Sequence[str], classes: bool, branches: bo
     """Terms from a name, a sequence of terms, or torch's flag. ``sandwich`` means class where there are classes."""
     if isinstance(affine, bool):
         return ("shared",) if affine else ()
-    if affine == "sandwich":
+    if not isinstance(affine, Sequence):
+        raise TypeError(f"affine is a name such as 'shared', several terms, True or False; got {shown(affine)}")
+    if isinstance(affine, str) and affine == "sandwich":
         if not classes and not branches:
             raise ValueError("affine='sandwich' needs num_classes=... or branches=(...): what the inner maps are for")
         affine = "sandwich_class" if classes else "sandwich_branch"
@@ -56,13 +58,11 @@ def parse_affine(affine: bool | str | Sequence[str], classes: bool, branches: bo
         if affine not in _NAMED:
             raise ValueError(f"there is no affine map {affine!r}; {nearest(affine, (*_NAMED, 'sandwich'))}")
         terms = _NAMED[affine]
-    elif not isinstance(affine, Sequence):
-        raise TypeError(f"affine is a name such as 'shared', several terms, True or False; got {affine!r}")
     else:
         terms = tuple(affine)
         for term in terms:
             if term not in _TERMS:
-                raise ValueError(f"there is no affine term {term!r}; {nearest(term, _TERMS)}")
+                raise ValueError(f"there is no affine term {shown(term)}; {nearest(term, _TERMS)}")
         if len(set(terms)) != len(terms):
             raise ValueError(f"each affine term may stand once; got {terms}")
         if "predicted" in terms and terms[-1] != "predicted":

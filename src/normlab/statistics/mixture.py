@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..engine.arguments import check_arguments
 from ..engine.contract import Rule
-from ..engine.messages import nearest
+from ..engine.messages import nearest, shown
 from ..engine.numerics import at_least_float32
 from . import pools as _pools
 from .base import Kernels, PlainPool, Sources, Statistics
@@ -19,7 +19,7 @@ from .pools import Pool, parse_pool
 from .registry import register
 from .running import Track
 from .sparsestmax import sparsest_logits, sparsestmax
-from .weighted_pools import WeightedPools, softmax_weights
+from .weighted_pools import Unbiased, WeightedPools, softmax_weights
 
 _ONE_HOT = 16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
 
@@ -29,29 +29,34 @@ class Mixture(Statistics):
     """Switchable normalization: learned weights over any set of pools, one set for means and one for variances.
 
     ``groups`` channel groups have weights of their own (group SN). ``weighting`` is ``"softmax"`` or ``"sparsestmax"``,
-    which reaches one-hot weights as its radius grows (sparse SN).
+    which reaches one-hot weights as its radius grows (sparse SN). ``unbiased`` takes the official code's variances.
     """
 
     members: tuple[Pool, ...]
     groups: int = 1
     weighting: str = "softmax"
     average: str = "moving"
+    unbiased: bool = False
     weighs_pools: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.members, tuple) or not all(isinstance(p, Pool) for p in self.members):
+            raise TypeError(f"members are a tuple of Pools; got {shown(self.members)}; Mixture.of(...) takes names too")
         if not self.members:
             raise ValueError("a mixture needs at least one pool; give pools such as ('instance', 'layer', 'batch')")
         if len({str(p) for p in self.members}) != len(self.members):
             raise ValueError(f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}")
-        check_arguments(groups=self.groups)
+        check_arguments(groups=self.groups, unbiased=self.unbiased)
         for what, known in (("weighting", ("softmax", "sparsestmax")), ("average", ("moving", "batch"))):
             if getattr(self, what) not in known:
-                raise ValueError(f"there is no {what} {getattr(self, what)!r}; {nearest(getattr(self, what), known)}")
+                raise ValueError(
+                    f"there is no {what} {shown(getattr(self, what))}; {nearest(getattr(self, what), known)}"
+                )
 
     @classmethod
     def of(cls, pools: Sequence[str | Pool], **options: Any) -> Mixture:
-        if isinstance(pools, (str, Pool)) or not isinstance(pools, Iterable):
-            raise TypeError(f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {pools!r}")
+        if isinstance(pools, (str, Pool, Tensor, Set)) or not isinstance(pools, Iterable):
+            raise TypeError(f"a mixture has several pools, such as ('instance', 'layer', 'batch'); got {shown(pools)}")
         return cls(tuple(parse_pool(p) for p in pools), **options)
 
     @property
@@ -60,11 +65,12 @@ class Mixture(Statistics):
 
     @property
     def label(self) -> str:
-        return "+".join(map(str, self.members))
+        return "+".join(map(str, self.members)) + ", unbiased" * self.unbiased
 
     def kernels(self, live: bool) -> Kernels:
         # With one pool the kernels would leave the weight out.
-        return Kernels.CLOSED_FAMILY if self.groups == 1 and len(self.members) > 1 else Kernels.AROUND_RULE
+        closed = self.groups == 1 and len(self.members) > 1 and not self.unbiased
+        return Kernels.CLOSED_FAMILY if closed else Kernels.AROUND_RULE
 
     def momentum(self, given: float | None) -> float | None:
         return None if self.average == "batch" else given
@@ -79,7 +85,7 @@ class Mixture(Statistics):
         _pools.check_groups(channels, self.groups, "groups of weights")
 
     def tracks(self, channels: int) -> tuple[Track | None, ...]:
-        how = "unbiased" if self.average == "moving" else "total"
+        how = "total" if self.average == "batch" else "used" if self.unbiased else "unbiased"
         return tuple(Track((p.tracked(channels),), how) if p.over_batch else None for p in self.pools)
 
     def parameters(self, channels: int) -> dict[str, Tensor]:
@@ -118,10 +124,12 @@ class Mixture(Statistics):
             return PlainPool(None, False, "a mixture of several pools; harden() it first")
         if int(at.min()) != int(at.max()):
             return PlainPool(None, False, "takes means and variances, or channel groups, from different pools")
-        return PlainPool(int(at.min()))
+        if self.unbiased and not self.members[int(at.min())].over_batch:
+            return PlainPool(None, False, "takes unbiased variances of each sample")
+        return PlainPool(int(at.min()), trains=not self.unbiased)
 
     def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
-        return True, True
+        return not self.unbiased, True
 
     def start_at(self, place: int | None, state: dict[str, Tensor], names: tuple[str, str] | None) -> list[str]:
         for name in ("mean_weight", "var_weight"):
@@ -148,8 +156,9 @@ class Mixture(Statistics):
         logits[k] = _ONE_HOT
         return logits if self.groups == 1 else logits.unsqueeze(1).repeat(1, self.groups)
 
-    def rule(self, sources: Sources) -> WeightedPools:
-        return WeightedPools(sources, softmax_weights if self.weighting == "softmax" else _sparsest, self.groups)
+    def rule(self, sources: Sources) -> Rule:
+        rule = WeightedPools(sources, softmax_weights if self.weighting == "softmax" else _sparsest, self.groups)
+        return Unbiased(rule) if self.unbiased else rule
 
     def closed_rule(self, sources: Sources) -> Rule:
         return WeightedPools(sources, softmax_weights, self.groups)

@@ -169,6 +169,11 @@ class Plan:
         return torch.addcmul(offset, apart, half, value=2), half
 
 
+def bessel(count: float | Tensor) -> float | Tensor:
+    """What makes a biased variance of ``count`` values the unbiased one; 1 for a single value."""
+    return count / (count - 1).clamp_min(1) if isinstance(count, Tensor) else count / max(count - 1, 1)
+
+
 def _at_least_one(count: float | Tensor) -> float | Tensor:
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 

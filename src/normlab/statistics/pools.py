@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..engine.arguments import check_arguments
-from ..engine.messages import nearest
+from ..engine.messages import nearest, shown
 
 if TYPE_CHECKING:
     pass
@@ -33,7 +33,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         if self.kind not in ("channel", "group", "run"):
-            raise ValueError(f"there is no kind {self.kind!r} of pool; known: channel, group, run")
+            raise ValueError(f"there is no kind {shown(self.kind)} of pool; known: channel, group, run")
         if self.kind != "channel":
             check_arguments(num_groups=self.groups)
         elif self.groups is not None:
@@ -109,7 +109,7 @@ def parse_pool(pool: str | Pool) -> Pool:
     if isinstance(pool, Pool):
         return pool
     if not isinstance(pool, str):
-        raise TypeError(f"a pool is a name such as 'batch' or 'group(32)', or a Pool; got {pool!r}")
+        raise TypeError(f"a pool is a name such as 'batch' or 'group(32)', or a Pool; got {shown(pool)}")
     found = re.fullmatch(r"(\w+?)(?:\((\d+)\))?(?:/ghost=(\d+))?", pool.strip())
     name, number, ghost = found.groups() if found else (pool, None, None)
     plain = {"instance": instance, "layer": layer, "batch": batch}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..engine.rows import add_up, take
-from .plans import Pooled, Segments
+from .plans import Pooled, Segments, bessel
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Track:
 
     ``how`` the variance moves: ``"unbiased"`` as in ``torch.nn``; ``"total"`` the biased variance with the drift of the
     mean added, so that it is the exponential average of ``E[x^2]`` less the squared average mean, without that
-    formula's cancellation; ``"deviation"`` the average of the standard deviation (batch renorm).
+    formula's cancellation; ``"deviation"`` the average of the standard deviation (batch renorm); ``"used"`` the
+    variance that normalizes, as it is.
     """
 
     shape: tuple[int, ...]
@@ -106,8 +107,7 @@ def update_(
     """
     seen_mean, seen_var, count = seen.mean, seen.var, seen.count
     if how == "unbiased":
-        bessel = count / (count - 1).clamp_min(1) if isinstance(count, Tensor) else count / max(count - 1, 1)
-        seen_var = seen_var * bessel
+        seen_var = seen_var * bessel(count)
     of_branch = segments.branch
     present = count > 0 if isinstance(count, Tensor) else None
     if isinstance(of_branch, Tensor) or seen_mean.shape[0] > 1:

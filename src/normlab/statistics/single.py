@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..engine.arguments import check_arguments
-from ..engine.contract import Coefficients
+from ..engine.contract import Coefficients, Rule
+from ..engine.messages import shown
 from .base import Kernels, PlainPool, PooledRule, Sources, Statistics
 from .plans import Plan, Pooled
 from .pools import Pool, batch, instance, layer
 from .registry import register
 from .running import Track
-from .weighted_pools import WeightedPools
+from .weighted_pools import Unbiased, WeightedPools
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,21 @@ class Single(Statistics):
     """One pool: batch, instance, layer, group, batch group norm.
 
     ``example_weight`` mixes the example's own statistics into the running ones at evaluation, first and second moments
-    alike (Summers and Dinneen, "Four things everyone should know to improve batch normalization").
+    alike (Summers and Dinneen, "Four things everyone should know to improve batch normalization"). ``unbiased`` takes
+    the variances that ``torch.var`` gives.
     """
 
     pool: Pool
     example_weight: float = 0.0
     total: bool = False  # running variance with the drift of the mean
+    unbiased: bool = False
 
     def __post_init__(self) -> None:
-        check_arguments(example_weight=self.example_weight, total=self.total)
+        if not isinstance(self.pool, Pool):
+            raise TypeError(f"pool is a Pool, such as Pool('channel', over_batch=True); got {shown(self.pool)}")
+        check_arguments(example_weight=self.example_weight, total=self.total, unbiased=self.unbiased)
+        if self.unbiased and self.pool.over_batch:
+            raise ValueError(f"unbiased=True is of pools within a sample; {self.pool.name!r} is over the batch")
         if self.example_weight and self.pool.kind == "run":
             raise ValueError("example_weight needs groups of whole channels; use ghost batch group norm")
 
@@ -41,10 +48,11 @@ class Single(Statistics):
 
     @property
     def label(self) -> str:
-        return str(self.pool)
+        return f"{self.pool}, unbiased" if self.unbiased else str(self.pool)
 
     def kernels(self, live: bool) -> Kernels:
-        return Kernels.AROUND_RULE if self.example_weight and not live else Kernels.CLOSED_FAMILY
+        around = self.unbiased or (self.example_weight and not live)
+        return Kernels.AROUND_RULE if around else Kernels.CLOSED_FAMILY
 
     def with_ghost(self, ghost: int) -> Single:
         return replace(self, pool=replace(self.pool, ghost=ghost))
@@ -52,10 +60,13 @@ class Single(Statistics):
     def plain_pool(self, p: Mapping[str, Tensor]) -> PlainPool:
         if self.example_weight:
             return PlainPool(None, False, "mixes the example's own statistics in")
+        if self.unbiased:
+            return PlainPool(None, False, "takes unbiased variances of each sample")
         return PlainPool(0)
 
     def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
-        return not self.example_weight, not self.example_weight
+        plain = not self.example_weight and not self.unbiased
+        return plain, plain
 
     def adapt_running(
         self, state: dict[str, Tensor], channels: int, momentum: float | None, before: Statistics | None
@@ -76,7 +87,9 @@ class Single(Statistics):
             return (Track((self.pool.tracked(channels),), "total"),)
         return super().tracks(channels)
 
-    def rule(self, sources: Sources) -> PooledRule:
+    def rule(self, sources: Sources) -> Rule:
+        if self.unbiased:
+            return Unbiased(WeightedPools(sources))
         with_example = self.example_weight and not sources.live[0]
         return _WithExample(self, sources) if with_example else WeightedPools(sources)
 

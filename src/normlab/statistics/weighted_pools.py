@@ -8,11 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..engine.contract import Coefficients
+from ..engine.contract import Coefficients, Moments
 from ..engine.numerics import at_least_float32
 from . import pools as _pools
 from .base import PooledRule, Sources
-from .plans import Plan, Pooled, Segments
+from .plans import Plan, Pooled, Segments, bessel
 
 
 class WeightedPools(PooledRule):
@@ -122,6 +122,33 @@ class WeightedPools(PooledRule):
             weights = self.weighting(*(t.to(d_weights.dtype) for t in (*leaves, *tensors[2:])))
             found = torch.autograd.grad(weights, leaves, d_weights)
         return (*found, *(None for _ in tensors[2:]))
+
+
+class Unbiased:
+    """A weighted sum of pools of the variances that ``torch.var`` gives, as the papers' official code takes them.
+
+    That code takes the unbiased variance of each channel of each sample, and the variances of layers and batches from
+    those and the means. Inputs without spatial axes have one value there, and then the variance of each pool is the
+    unbiased one.
+    """
+
+    def __init__(self, rule: WeightedPools) -> None:
+        self.rule = rule
+
+    @property
+    def reads_moments(self) -> bool:
+        return self.rule.reads_moments
+
+    def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
+        flat = not isinstance(moments.size, Tensor) and moments.size <= 1
+        if not flat:
+            moments = moments._replace(var=moments.var * bessel(moments.size))
+        pooled = [plan.statistics(moments) for plan in self.rule.plans]
+        if flat:
+            pooled = [p._replace(var=p.var * bessel(p.count)) for p in pooled]
+        values = [t for p in pooled for t in p[:2]]
+        standard, instead = self.rule.combine(values, tensors, moments.mean.dtype)
+        return standard, self.rule.seen(pooled, instead)
 
 
 def _weighted_sum(each: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

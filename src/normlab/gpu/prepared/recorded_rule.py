@@ -116,10 +116,13 @@ class PreparedRecordedRule(PreparedCall):
 
 
 def _is_plain_residual(residual: Any, x: Tensor) -> bool:
-    """Whether the sum of ``x`` and ``residual`` has the shape, type and device of ``x``."""
+    """Whether ``residual`` is dense and floating-point, and its sum with ``x`` has the shape, type and device of x."""
     return (
         type(residual) in (Tensor, torch.nn.Parameter)
         and residual.shape == x.shape
         and residual.device == x.device
+        and residual.layout is torch.strided
+        and residual.is_floating_point()
+        and residual.dtype.itemsize > 1
         and torch.promote_types(x.dtype, residual.dtype) == x.dtype
     )

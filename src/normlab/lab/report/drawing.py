@@ -14,7 +14,7 @@ from functools import wraps
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from .palette import COLOURS, DASHES, MARKERS
+from .palette import COLOURS, DASHES, MARKERS, POOLS
 from .view import Look
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ P = ParamSpec("P")
 WIDTH = 345  # pixels of a panel: a phone's page at full size, three columns of a desk's
 INK, MUTED, RULE, PAPER = "#1d2127", "#5a626d", "#d9dde3", "#fefefd"
 VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"} | {
-    c.light: f"--c{i}" for i, c in enumerate(COLOURS)
+    c.light: f"--{letter}{i}" for letter, colours in (("c", COLOURS), ("p", POOLS)) for i, c in enumerate(colours)
 }
 PERCENT = (-2.0, 102.0)  # limits of an axis in per cent
 RC: Any = {

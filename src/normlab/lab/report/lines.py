@@ -65,44 +65,43 @@ def lines(
         axes.set_xticks(list(ticks), [f"{t:g}" for t in ticks])
         axes.set_xticks([], minor=True)
     if named:
-        label_ends(axes, [(line.label, line.look, line.x, [c.mean for c in line.cells]) for line in found])
+        label_ends(axes, [(line.label, colour(line.look), [c.mean for c in line.cells]) for line in found])
     return svg(figure, alt)
 
 
-def label_ends(axes: Axes, ends: Sequence[tuple[str, Look, Sequence[float], Sequence[float]]]) -> None:
-    """Names at the right edge beside their lines' last points, pushed apart where they would overlap."""
+def label_ends(axes: Axes, ends: Sequence[tuple[str, str, Sequence[float]]]) -> None:
+    """Names in their colours at the right edge, beside their lines' last points, pushed apart if they would overlap."""
     low, high = axes.get_ylim()
     height = axes.bbox.height
-    finite = [(name, look, [y for y in ys if math.isfinite(y)]) for name, look, _, ys in ends]
-    wanted = [((ys[-1] - low) / (high - low) * height, name, look) for name, look, ys in finite if ys]
-    for y, (_, name, look) in zip(apart([w[0] for w in wanted], 12, height), wanted, strict=True):
+    finite = [(name, ink, [y for y in ys if math.isfinite(y)]) for name, ink, ys in ends]
+    wanted = [((ys[-1] - low) / (high - low) * height, name, ink) for name, ink, ys in finite if ys]
+    for y, (_, name, ink) in zip(apart([w[0] for w in wanted], 12, height), wanted, strict=True):
         axes.annotate(name, (1, y / height), (5, 0), xycoords="axes fraction", textcoords="offset points", va="center",
-                      color=colour(look), annotation_clip=False)  # fmt: skip
+                      color=ink, annotation_clip=False)  # fmt: skip
 
 
 def apart(positions: Sequence[float], space: float, height: float) -> list[float]:
     """Positions moved as little as a sweep allows so that neighbours are ``space`` apart, within the height if it fits.
 
     >>> apart([50, 51, 90], 12, 100)
-    [44.5, 56.5, 90]
+    [44.5, 56.5, 90.0]
     """
-    order = sorted(range(len(positions)), key=lambda i: positions[i])
-    blocks: list[tuple[float, list[int]]] = []  # the middle and the members of labels that touch
-    for i in order:
-        blocks.append((positions[i], [i]))
-        while len(blocks) > 1:
-            (a, left), (b, right) = blocks[-2:]
-            if b - a >= space * (len(left) + len(right)) / 2:
-                break
-            middle = (a * len(left) + b * len(right)) / (len(left) + len(right))
-            blocks[-2:] = [(middle, left + right)]
-    moved = list(positions)
-    for middle, members in blocks:
+
+    def middle(members: Sequence[int]) -> float:
         half = space * (len(members) - 1) / 2
-        middle = max(half, min(height - half, middle)) if 2 * half <= height else middle
-        for rank, i in enumerate(members):
-            moved[i] = middle - half + space * rank if len(members) > 1 else middle
-    return moved
+        wanted = sum(positions[i] for i in members) / len(members)
+        return max(half, min(height - half, wanted)) if 2 * half <= height else wanted
+
+    blocks: list[list[int]] = []  # labels that touch
+    for i in sorted(range(len(positions)), key=lambda i: positions[i]):
+        blocks.append([i])
+        while len(blocks) > 1:
+            below, above = blocks[-2:]
+            if middle(above) - middle(below) >= space * (len(below) + len(above)) / 2:
+                break
+            blocks[-2:] = [below + above]
+    moved = {i: middle(b) + space * (k - (len(b) - 1) / 2) for b in blocks for k, i in enumerate(b)}
+    return [moved[i] for i in range(len(positions))]
 
 
 def curve(found: Curve, configs: Mapping[str, Config]) -> str:
@@ -117,7 +116,8 @@ def grid_line(found: GridLine) -> str:
     series = [Line(k, look, s.x, s.cells) for k, (look, s) in found.series.items()]
     values = sorted({x for line in series for x in line.x})
     log = values[0] > 0 and values[-1] / values[0] >= 8
-    return lines(series, found.x_label + (" (log scale)" if log else ""), "accuracy (%)" if found.unit == "%" else "",
+    y_label = "accuracy (%)" if found.unit == "%" else found.unit
+    return lines(series, found.x_label + (" (log scale)" if log else ""), y_label,
                  f"{found.title} against {found.x_label}", limits=PERCENT if found.unit == "%" else None, log=log,
                  ticks=values if len(values) <= 8 else None)  # fmt: skip
 
@@ -163,7 +163,7 @@ def course(found: Course, look: Look, quantity: str, limits: tuple[float, float]
             seeds = found.lines.get(own) or (found.lines.get(plain) if first else None)
             if seeds:
                 values = draw_seeds(axes, seeds, look, ls, faint=True, lw=None if first else 0.9)
-                ends.append((f"{side} {stream}".strip(), look, [], values))
+                ends.append((f"{side} {stream}".strip(), colour(look), values))
     axes.set_ylim(*limits)
     epochs(axes, with_unit(quantity))
     label_ends(axes, ends)
@@ -177,7 +177,7 @@ def overview(found: Sequence[Course], looks: Mapping[str, Look], quantity: Quant
     named = direct([c.label for c in shown])
     figure = new(235)
     axes = place(figure, 38, 40, 12 + (6.5 * max(len(c.label) for c in shown) if named else 0), 24)
-    ends = [(c.label, looks[c.label], [], draw_seeds(axes, c.lines[quantity], looks[c.label], dash(looks[c.label]),
+    ends = [(c.label, colour(looks[c.label]), draw_seeds(axes, c.lines[quantity], looks[c.label], dash(looks[c.label]),
                                                      faint=len(shown) <= 8)) for c in shown]  # fmt: skip
     epochs(axes, with_unit(quantity.what))
     if named:

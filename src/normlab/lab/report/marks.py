@@ -1,10 +1,11 @@
-"""Figures of marks and bars: accuracies at a glance, importance weights, a comparison with a paper, the key."""
+"""Figures of marks and bars: accuracies by configuration, importance weights, a comparison with a paper, the key."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from .drawing import (
     INK,
@@ -25,66 +26,66 @@ from .drawing import (
 from .lines import label_ends
 from .palette import COLOURS, POOLS
 from .view import Column, Comparison, Config, Importance, Look
+from .words import MARKS, decimals, show
 
-__all__ = ["comparison", "glance", "importance", "importance_course", "swatch"]
+__all__ = ["bars", "comparison", "importance", "importance_course", "swatch"]
 
 
 @wrapped
-def glance(columns: Sequence[Column], configs: Sequence[Config]) -> str:
-    """Every measurement a row, every configuration a mark with its standard error."""
-    labels = ["\n".join(textwrap.wrap(c.title, 60)) for c in columns]
-    heights = [26 + 9 * len(configs) + 12 * label.count("\n") for label in labels]
-    figure = new(sum(heights) + 44, 400)
-    axes = place(figure, 10, 36, 14, 8)
-    total = sum(heights)
-    axes.set_ylim(total, 0)
-    axes.set_xlim(-1, 101)
-    top = 0.0
-    for column, label, height in zip(columns, labels, heights, strict=True):
-        axes.text(-1, top + 4, label, va="top", ha="left", color=INK, fontsize=10.5)
-        first = top + 22 + 12 * label.count("\n")
-        for rank, config in enumerate(configs):
-            c = column.cells.get(config.label)
-            if c and math.isfinite(c.mean):
-                axes.errorbar(c.mean, first + 9 * rank, xerr=c.error or None, fmt=marker(config.look), ms=7.5,
-                              color=colour(config.look), mec=PAPER, mew=0.6, elinewidth=1.2)  # fmt: skip
-        top += height
-        if top < total:
-            axes.axhline(top, color=RULE, lw=0.6)
-    rows_of_marks(axes)
+def bars(column: Column, configs: Sequence[Config]) -> str:
+    """One measurement of every configuration: a bar with its standard error, its number and the mark of the verdict."""
+    there = [c for c in configs if c.label in column.cells]
+    longest = max(len(c.label) for c in there)
+    above = longest > 16  # then the name has a line of its own
+    each, left, right = 31 if above else 19, 8 if above else 12 + 6 * longest, 86
+    figure = new(each * len(there) + 46)
+    axes = place(figure, left, 38, right, 8)
+    places = decimals(list(column.cells.values()))
+    text: Any = {"textcoords": "offset points", "va": "center", "color": INK, "annotation_clip": False}
+    for y, config in enumerate(there):
+        c, mark = column.cells[config.label], MARKS[column.verdict.mark(config.label)]
+        middle = y + 0.22 * above
+        if math.isfinite(c.mean):
+            axes.barh(middle, c.mean, height=0.42 if above else 0.68, color=colour(config.look))
+            axes.errorbar(c.mean, middle, xerr=c.error or None, fmt="none", ecolor=INK, elinewidth=1.3)
+        where: Any = ((0, y - 0.25), (0, 0)) if above else ((0, y), (-6, 0))
+        axes.annotate(config.label, *where, ha="left" if above else "right", **text)
+        axes.annotate(f"{show(c, places)} {mark}", (100, middle), (8, 0), **text)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(len(there) - 0.5, -0.5)
     axes.set_yticks([])
+    axes.set_xticks([0, 25, 50, 75, 100])
+    rows_of_marks(axes)
     axes.set_xlabel("accuracy (%)")
-    names = ", ".join(c.title for c in columns)
-    return svg(figure, f"Accuracy of every configuration under {names}; the table above has the numbers")
+    return svg(figure, f"Accuracy of every configuration, {column.title}; the table below has the numbers")
 
 
-def pool_colour(pool: str, rank: int) -> str:
-    return COLOURS[POOLS.get(pool, (2, 4, 7, 8, 9, 0)[rank % 6])].light
+def shade(pool: str, pools: Sequence[str]) -> str:
+    return POOLS[pools.index(pool) % len(POOLS)].light
 
 
 @wrapped
-def importance(found: Importance) -> str:
+def importance(found: Importance, pools: Sequence[str]) -> str:
     """Shares of the pools in the means and in the variances, a bar a layer."""
     names = [short(name) for name in found.layers]
     left = 14 + 5.8 * max(map(len, names))
     each = 15 if len(names) <= 30 else 9
-    figure = new(len(names) * each + 56)
+    figure = new(len(names) * each + 72)
     width = (WIDTH - left - 12 - 14) / 2
     for side, (title, shares) in enumerate((("means", found.mean), ("variances", found.var))):
         start = left + side * (width + 14)
-        axes = place(figure, start, 22, WIDTH - start - width, 30)
+        axes = place(figure, start, 38, WIDTH - start - width, 30)
         offset = [0.0] * len(names)
-        for rank, (pool, weights) in enumerate(shares.items()):
-            axes.barh(range(len(names)), weights, left=offset, height=0.78, color=pool_colour(pool, rank))
-            widest = weights.index(max(weights))  # the name stands where there is room for it
-            if weights[widest] * width > 6.5 * len(pool) + 4 and each >= 12:
-                axes.text(offset[widest] + weights[widest] / 2, widest, pool, ha="center", va="center",
-                          color=PAPER, fontsize=9)  # fmt: skip
+        for pool, weights in shares.items():
+            axes.barh(range(len(names)), weights, left=offset, height=0.78, color=shade(pool, pools), ec=PAPER, lw=0.8)
             offset = [o + w for o, w in zip(offset, weights, strict=True)]
         axes.set_xlim(0, 1)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_yticks(range(len(names)), names if side == 0 else [""] * len(names), fontsize=9.5)
-        axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+        axes.set_xticks([0, 0.5, 1], ["0", "50", "100"])
+        for number, side_of_tick in zip(axes.get_xticklabels(), ("left", "center", "right"), strict=True):
+            number.set_horizontalalignment(side_of_tick)  # those of the two panels would meet
+        axes.set_xlabel("share (%)")
         axes.set_title(title, loc="left", fontsize=10.5, color=MUTED, pad=6)
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
@@ -96,19 +97,23 @@ def short(name: str, most: int = 16) -> str:
 
 
 @wrapped
-def importance_course(found: Importance) -> str:
-    """Mean over layers by epoch: means solid, variances dashed."""
-    figure = new(235)
-    axes = place(figure, 38, 40, 60, 24)
-    ends = []
-    for rank, (pool, (xs, mean, var)) in enumerate(found.course.items()):
-        index = next(i for i, c in enumerate(COLOURS) if c.light == pool_colour(pool, rank))
-        for name, ys, ls in (("mean", mean, "-"), ("var", var, (0, (3, 1.5)))):
-            axes.plot(xs, ys, color=COLOURS[index].light, ls=ls)
-            ends.append((f"{pool} {name}", Look(index, 0), [], ys))
-    axes.set_ylim(0, 1)
-    epochs(axes, "weight, mean over layers")
-    label_ends(axes, ends)
+def importance_course(found: Importance, pools: Sequence[str]) -> str:
+    """Mean over layers by epoch: a panel for the means, one for the variances, on one scale."""
+    longest = max(map(len, found.course))
+    figure = new(215)
+    width = (WIDTH - 40 - 2 * (8 + 6 * longest)) / 2
+    values = [100 * v for _, *sides in found.course.values() for side in sides for v in side]
+    margin = max(1.0, 0.08 * (max(values) - min(values)))
+    for side, what in enumerate(("means", "variances")):
+        start = 34 + side * (width + 14 + 6 * longest)
+        axes = place(figure, start, 38, WIDTH - start - width, 24)
+        for pool, (xs, *sides) in found.course.items():
+            axes.plot(xs, [100 * v for v in sides[side]], color=shade(pool, pools))
+        axes.set_ylim(min(values) - margin, max(values) + margin)
+        if side:
+            axes.set_yticklabels([])
+        epochs(axes, f"share in the {what} (%)" if not side else f"in the {what}")
+        label_ends(axes, [(pool, INK, [100 * v for v in sides[side]]) for pool, (_, *sides) in found.course.items()])
     return svg(figure, f"Importance weights of {found.label} over training, mean over layers")
 
 

@@ -26,6 +26,10 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+const cut = () => document.querySelectorAll(".box").forEach(b => b.classList.toggle("cut", b.scrollWidth > b.clientWidth + 1));
+cut();
+addEventListener("resize", cut);
+addEventListener("toggle", cut, true);
 let opened = [];
 addEventListener("beforeprint", () => {
   opened = [...document.querySelectorAll("details:not([open])")];

@@ -19,9 +19,9 @@ from . import lines, maps, marks
 from .configurations import words_of
 from .drawing import again
 from .gather import gather
-from .palette import COLOURS
+from .palette import COLOURS, POOLS
 from .view import Cell, Comparison, ComparisonRow, Config, Curve, Quantity, View
-from .words import decimals, near_words, reading, show, signed
+from .words import MARKS, caption, decimals, legend, reading, show, signed, terms
 
 if TYPE_CHECKING:
     from ..results import Results
@@ -65,31 +65,37 @@ def render(
     command: str = "",
 ) -> str:
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     from ... import __version__
 
     def safe(text: str) -> Markup:  # the drawings escape their own text
         return Markup(text)
 
+    def breakable(label: str) -> Markup:
+        """A name that may go on in a new line after a sign, and neither inside a word nor before a number."""
+        bound = re.sub(r" (?=[\d.]+(?:,|$))", "\N{NO-BREAK SPACE}", label)
+        return Markup(re.sub(r"(?<=[_(,/-])", "<wbr>", str(escape(bound))))
+
     place = count()
     swatch = cache(lambda look, line: marks.swatch(look, line=line))
     view = gather(results)
     configs = {c.label: c for c in view.configs}
+    pools = list(dict.fromkeys(pool for found in view.importance for pool in found.mean))
     heat_maps = [heat_map_block(m, safe) for m in view.heat_maps]
     blocks = curve_blocks(view, configs, safe)
-    repeated = any(n > 1 for n in view.seeds)
     values = {
         "view": view,
         "title": title or title_of(view),
         "asked": asked(view, results),
         "reading": reading(view),
-        "repeated": repeated,
-        "near_words": near_words(view),
+        "repeated": view.repeated,
+        "marks": MARKS,
         "uneven": len({c.n for column in view.columns for c in column.cells.values()}) > 1,
-        "headline_caption": headline_caption(view),
-        "error_note": error_note(view),
-        "glance": glance(view, safe),
+        "caption": caption(view),
+        "legend": ". ".join(filter(None, [legend(view), images(view)])),
+        "terms": terms(view),
+        "bars": bars(view, safe),
         "comparisons": [(c, safe(marks.comparison(c)) if drawable(c) else "") for c in comparisons],
         "pictures": [picture(Path(f)) for f in figures],
         "curve_blocks": blocks,
@@ -100,13 +106,15 @@ def render(
         "overviews": overviews(view, configs, safe),
         "courses": course_blocks(view, configs, safe),
         "streams_note": streams_note(view),
-        "importance": importance_block(view, safe),
+        "importance": importance_block(view, pools, safe),
+        "pools": pools,
         "command": command or command_of(results),
         "toml": toml_of(results),
         "facts": facts(view, results),
         "version": __version__,
         "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "limit": LIMIT,
+        "breakable": breakable,
         "swatch": lambda look, line=True: safe(again(swatch(look, line), next(place))),
         "show": show,
         "signed": signed,
@@ -131,7 +139,8 @@ def style() -> str:
     """The style sheet with the palette of both schemes."""
     sheet = (HERE / "page.css").read_text()
     for scheme in ("light", "dark"):
-        colours = " ".join(f"--c{i}: {getattr(c, scheme)};" for i, c in enumerate(COLOURS))
+        named = [(f"--c{i}", c) for i, c in enumerate(COLOURS)] + [(f"--p{i}", c) for i, c in enumerate(POOLS)]
+        colours = " ".join(f"{name}: {getattr(c, scheme)};" for name, c in named)
         sheet = sheet.replace(f"{{{{ {scheme} }}}}", colours)
     return sheet
 
@@ -179,18 +188,12 @@ def asked(view: View, results: Results | None) -> str:
     return "; ".join(parts) + "."
 
 
-def headline_caption(view: View) -> str:
-    spread = "mean ± standard error over n seeds" if any(n > 1 for n in view.seeds) else "one run each"
-    return f"Every measurement, {spread}"
-
-
-def error_note(view: View) -> str:
+def images(view: View) -> str:
     records = [r for c in view.configs for run in c.runs for r in run.records]
     in_table = [r for r in records if not ("curve" in r or "grid" in r) or r.get("at")] or records
     counts = sorted({r["n"] for r in in_table if isinstance(r.get("n"), int)})
-    images = "" if not counts else f"Measured on {counts[0]:,} test images" if len(counts) == 1 else \
-        f"Measured on {counts[0]:,} to {counts[-1]:,} test images"  # fmt: skip
-    return f"{images}." if images else ""
+    between = " to ".join(f"{n:,}" for n in dict.fromkeys((*counts[:1], *counts[-1:])))
+    return f"Measured on {between} test images" if counts else ""
 
 
 def streams_note(view: View) -> str:
@@ -287,11 +290,10 @@ def duration(seconds: float) -> str:
 # -------------------------------------------------------------------------------------------------------- drawings
 
 
-def glance(view: View, safe: Any) -> str:
-    """Drawn for several configurations that are few enough to tell apart."""
-    columns = [c for c in view.columns if c.unit == "%" and not c.whole]
-    few = 2 <= len(view.configs) <= 10 and 2 <= len(columns) <= 16
-    return safe(marks.glance(columns, view.configs)) if few else ""
+def bars(view: View, safe: Any) -> list[tuple[str, str]]:
+    """Drawn for several configurations that are few enough to be read."""
+    few = 2 <= len(view.configs) <= 10 and len(view.compared) <= 16 and max(len(c.label) for c in view.configs) <= 50
+    return [(c.name, safe(marks.bars(c, view.configs))) for c in view.compared if few]
 
 
 def curve_blocks(view: View, configs: dict[str, Config], safe: Any) -> list[Block]:
@@ -362,12 +364,12 @@ def course_blocks(view: View, configs: dict[str, Config], safe: Any) -> list[tup
     return blocks
 
 
-def importance_block(view: View, safe: Any) -> list[tuple[str, str]]:
+def importance_block(view: View, pools: Sequence[str], safe: Any) -> list[tuple[str, str]]:
     drawings = []
     for found in view.importance[:LIMIT]:
-        drawings.append((f"{found.label}, by layer", safe(marks.importance(found))))
+        drawings.append((f"{found.label}, by layer", safe(marks.importance(found, pools))))
         if found.course:
-            drawings.append((f"{found.label}, over training", safe(marks.importance_course(found))))
+            drawings.append((f"{found.label}, over training", safe(marks.importance_course(found, pools))))
     return drawings
 
 

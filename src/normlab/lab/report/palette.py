@@ -36,7 +36,11 @@ FAVOURITE = {
 }  # fmt: skip
 # Other norms take the spare colours in this order, so that the best-known norms keep theirs longest.
 SPARE = (8, 9, 7, 6, 5, 4, 3, 2, 1, 0)
-POOLS = {"IN": 6, "LN": 5, "BN": 1, "GN": 3}  # pools of switchable norm have the colours of the norms
+# The pools that a switchable norm mixes are no norms: shades from dark to light, none of them a colour above.
+POOLS = (
+    Colour("#25303c", "#f1f4f7"), Colour("#56697c", "#a9b8c7"), Colour("#8fa3b6", "#74879a"),
+    Colour("#c8d2dc", "#5b6a7a"), Colour("#465666", "#d5dde5"), Colour("#6d8194", "#8c9cac"),
+)  # fmt: skip
 
 
 def look_of_norms(norms: Iterable[str]) -> dict[str, int]:

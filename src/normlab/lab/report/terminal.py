@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..results import plain
 from .gather import gather
-from .view import Column, View
-from .words import decimals, near_words, reading, show
+from .view import BEST, LEVEL, Column, View
+from .words import MARKS, caption, decimals, legend, reading, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["csv", "markdown", "sentences", "table"]
 
-BEST, NEAR = "●", "○"
+STYLES = {BEST: "bold green", LEVEL: "green", "": ""}
 
 
 def table(results: Results | None, width: int = 80) -> Table:
-    """Configurations against measurements, the best of each measurement green, those close to it marked.
+    """Configurations against measurements, with the verdict of each measurement marked.
 
     One row a configuration where that fits into ``width`` characters, else one row a measurement: long names of
     measurements then have a column to themselves.
@@ -33,7 +33,7 @@ def table(results: Results | None, width: int = 80) -> Table:
 
     view = gather(results)
     shown = Table(
-        box=box.SIMPLE_HEAD, caption=legend(view), caption_justify="left", pad_edge=False, collapse_padding=True,
+        box=box.SIMPLE_HEAD, caption=explained(view), caption_justify="left", pad_edge=False, collapse_padding=True,
     )  # fmt: skip
     upright = ([len(c.label) for c in view.configs] + [13], [max(11, len(heading(c)) // 2 + 2) for c in view.columns])
     turned = max(upright[0]) + sum(w + 1 for w in upright[1]) + 3 > width and len(view.configs) < len(view.columns)
@@ -48,7 +48,7 @@ def table(results: Results | None, width: int = 80) -> Table:
         cells = []
         for j in range(len(columns)):
             column, config = (view.columns[i], view.configs[j]) if turned else (view.columns[j], view.configs[i])
-            style = "bold green" if column.best == config.label else "green" if config.label in column.near else ""
+            style = STYLES[column.verdict.mark(config.label)]
             cells.append(Text(entry(column, config.label).replace(" ", ""), style=style))
         last = [] if turned else [str(len(view.configs[i].runs))]
         shown.add_row(Text(name), *cells, *last)  # Text: brackets in a label are no markup
@@ -65,12 +65,11 @@ def markdown(results: Results | None) -> str:
     for config in view.configs:
         cells = []
         for column in view.columns:
-            text = entry(column, config.label, marks=False)
-            best, near = config.label == column.best, config.label in column.near
-            cells.append(f"**{text}**" if best else f"{text} {NEAR}" if near else text)
+            text, best = entry(column, config.label), column.verdict.winner == config.label
+            cells.append(f"**{text.removesuffix(MARKS[BEST]).strip()}**" if best else text.strip())
         rows.append([config.label, *cells, str(len(config.runs))])
     lines = ["| " + " | ".join(map(cell_text, row)) + " |" for row in rows]
-    return "\n".join([*lines, "", f"{legend(view, bold=True)}", ""])
+    return "\n".join([*lines, "", explained(view, bold=True), ""])
 
 
 def csv(results: Results | None) -> str:
@@ -90,20 +89,20 @@ def csv(results: Results | None) -> str:
 
 
 def sentences(results: Results | None) -> str:
-    """The reading of the result, as on the page."""
-    return " ".join(reading(gather(results)))
+    """The answer and its notes, as on the page."""
+    return "\n".join(reading(gather(results)))
 
 
 def heading(column: Column) -> str:
     return column.title + (f" ({column.unit})" if column.unit else "") + ("" if column.higher else ", lower is better")
 
 
-def entry(column: Column, label: str, *, marks: bool = True) -> str:
+def entry(column: Column, label: str) -> str:
     c = column.cells.get(label)
     if c is None:
         return "\N{EN DASH}"
-    mark = BEST if label == column.best else NEAR if label in column.near else " "
-    return show(c, decimals(list(column.cells.values()))) + (f" {mark}" if marks else "")
+    mark = MARKS[column.verdict.mark(label)] or " "
+    return f"{show(c, decimals(list(column.cells.values())))} {mark}"
 
 
 def cell_text(text: str) -> str:
@@ -111,9 +110,5 @@ def cell_text(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def legend(view: View, *, bold: bool = False) -> str:
-    repeated = any(n > 1 for n in view.seeds)
-    spread = "mean ± standard error over n seeds" if repeated else "one run each, so no standard error"
-    best = [f"{'bold' if bold else BEST} best"] * any(c.best for c in view.columns)
-    near = [f"{NEAR} {near_words(view)}"] * any(c.near for c in view.columns)
-    return "; ".join([spread, *filter(None, [", ".join(best + near)])]) + "."
+def explained(view: View, *, bold: bool = False) -> str:
+    return "; ".join(filter(None, [caption(view), legend(view, bold=bold)])) + "."

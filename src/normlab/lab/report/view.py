@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from ..results import Run
 
 __all__ = [
-    "Cell", "Column", "Comparison", "ComparisonRow", "Config", "Course", "Curve", "Evaluation", "GridLine", "GridMap",
-    "HeatMap", "Importance", "Look", "Quantity", "Samples", "Series", "View", "cell", "gap",
+    "BEST", "LEVEL", "Cell", "Column", "Comparison", "ComparisonRow", "Config", "Course", "Curve", "Evaluation", "Gap",
+    "GridLine", "GridMap", "HeatMap", "Importance", "Look", "Quantity", "Samples", "Series", "Verdict", "View",
+    "cell", "gap",
 ]  # fmt: skip
 
 
@@ -42,13 +43,23 @@ def cell(values: Sequence[float]) -> Cell:
     return Cell(statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n)
 
 
-def gap(a: Cell, b: Cell) -> tuple[float, float | None]:
-    """How far a lies above b, in points and in standard errors of the difference (None where an error is unknown)."""
-    points = a.mean - b.mean
-    if a.error is None or b.error is None:
-        return points, None
-    error = math.hypot(a.error, b.error)
-    return points, (points / error if error else 0.0 if points == 0 else math.copysign(math.inf, points))
+class Gap(NamedTuple):
+    """How far one mean lies from another."""
+
+    points: float
+    error: float | None  # standard error of the difference; None where one of the two is unknown
+
+    @property
+    def errors(self) -> float | None:
+        """The distance in standard errors; infinite where two means differ and nothing spreads."""
+        if self.error is None:
+            return None
+        return abs(self.points) / self.error if self.error else 0.0 if self.points == 0 else math.inf
+
+
+def gap(a: Cell, b: Cell) -> Gap:
+    """How far a lies above b."""
+    return Gap(a.mean - b.mean, None if a.error is None or b.error is None else math.hypot(a.error, b.error))
 
 
 # ------------------------------------------------------------------------------------------------ configurations
@@ -72,6 +83,22 @@ class Config:
     look: Look
 
 
+LEAD = 2.0  # standard errors of the difference from which a lead decides
+BEST, LEVEL = "best", "level"
+
+
+class Verdict(NamedTuple):
+    """Who is best under one measurement. Without errors nobody knows: then only the highest mean is in ``level``."""
+
+    winner: str | None  # leads every other by LEAD or more
+    level: tuple[str, ...]  # without a winner: the first, and those that the errors do not tell from it
+    lead: Gap | None = None  # of the winner over the second
+    errors: float = 0.0  # standard errors between the winner and the closest to it
+
+    def mark(self, label: str) -> str:
+        return BEST if label == self.winner else LEVEL if label in self.level else ""
+
+
 @dataclass(frozen=True)
 class Column:
     """One measurement for every configuration."""
@@ -90,27 +117,17 @@ class Column:
         return self.short or self.title
 
     @property
-    def best(self) -> str | None:
-        """The winner; None if fewer than two were measured, or if two share the first place."""
-        ranked = self.ranked()
-        if len(ranked) < 2 or ranked[0][1].mean == ranked[1][1].mean:
-            return None
-        return ranked[0][0]
-
-    @property
-    def near(self) -> frozenset[str]:
-        """Within one standard error (of the difference) of the winner, or level with the others at the top."""
-        ranked = self.ranked()
-        if len(ranked) < 2:
-            return frozenset()
-        (first, top), rest = ranked[0], ranked[1:]
-        close = {k for k, c in rest if c.mean == top.mean or self._within_one(top, c)}
-        return frozenset(close if self.best else close | {first})
-
-    @staticmethod
-    def _within_one(a: Cell, b: Cell) -> bool:
-        errors = gap(a, b)[1]
-        return errors is not None and abs(errors) <= 1
+    def verdict(self) -> Verdict:
+        """Who is best. Whatever names or marks a winner asks this."""
+        order = self.ranked()
+        if len(order) < 2:
+            return Verdict(None, ())
+        (first, top), *rest = order
+        gaps = {label: gap(top, c) for label, c in rest}
+        if all(g.errors is not None and g.errors >= LEAD for g in gaps.values()):
+            return Verdict(first, (), gap(top, rest[0][1]), min(g.errors or 0.0 for g in gaps.values()))
+        near = [k for k, g in gaps.items() if g.points == 0 or (g.errors is not None and g.errors < LEAD)]
+        return Verdict(None, (first, *near))
 
     def ranked(self) -> list[tuple[str, Cell]]:
         """Best first, without cells whose mean is not finite."""
@@ -275,3 +292,12 @@ class View:
     def seeds(self) -> list[int]:
         """The number of runs of each configuration, without repeats."""
         return sorted({len(c.runs) for c in self.configs})
+
+    @property
+    def repeated(self) -> bool:
+        return any(n > 1 for n in self.seeds)
+
+    @property
+    def compared(self) -> list[Column]:
+        """The accuracies that have two or more to compare, without means of curves and maps."""
+        return [c for c in self.columns if len(c.ranked()) > 1 and c.unit == "%" and not c.whole]

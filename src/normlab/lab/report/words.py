@@ -7,13 +7,26 @@ import re
 from collections.abc import Sequence
 
 from ...engine.messages import words
-from .view import Cell, Column, View, gap
+from ..measurements import MEASUREMENTS
+from ..texts import split
+from .view import BEST, LEAD, LEVEL, Cell, Column, Gap, View, gap
 
-__all__ = ["decimals", "near_words", "reading", "show", "signed"]
+__all__ = ["MARKS", "caption", "decimals", "legend", "reading", "show", "signed", "terms"]
 
-CLEAR, LIKELY = 3.0, 2.0  # standard errors of the difference from which a lead is called clear, or likely
+MARKS = {BEST: "\N{BLACK CIRCLE}", LEVEL: "\N{WHITE CIRCLE}", "": ""}
+CLEAR = 3.0  # standard errors of the difference from which a lead is called certain
 MINUS = "\N{MINUS SIGN}"
 TOLD = 6  # measurements told one by one; the table has them all
+NAMED = 4  # configurations named one by one
+TERMS = {
+    "standardised": "std and eps are counted in standard deviations of the training pixels",
+    "FGSM": "one step along the sign of the gradient of the loss",
+    "BIM": "small steps that raise the loss, never further than eps from the image",
+    "PGD": "BIM from a random start",
+    "linf": "eps is the most that one value of the image may change",
+    "l2": "eps is the length of the change of the whole image, the root of the sum of squares",
+    "uCE": "mean error over 15 common corruptions at 5 severities",
+}
 
 
 def decimals(cells: Sequence[Cell]) -> int:
@@ -37,102 +50,114 @@ def signed(points: float, places: int = 1) -> str:
     return f"{points:+.{places}f}".replace("-", MINUS)
 
 
-def near_words(view: View) -> str:
-    """The meaning of the mark of those close to the best. Without repeats only an equal mean is close."""
-    repeated = any(n > 1 for n in view.seeds)
-    return "within one standard error (of the difference) of the best" if repeated else "as good as the best"
+def apart(found: Gap) -> str:
+    """Points, and their standard error where it is known: ``+2.5 ± 0.8``."""
+    size = abs(found.points) if found.error is None else min(abs(found.points), found.error or math.inf)
+    places = 2 if size < 0.05 else 1
+    return signed(found.points, places) + (f" ± {found.error:.{places}f}" if found.error is not None else "")
 
 
-def size(errors: float | None) -> str:
-    """Standard errors in a few words; empty if they are unknown."""
-    if errors is None:
-        return ""
-    return ", no spread between seeds" if math.isinf(errors) else f", {abs(errors):.1f} SE"
+def caption(view: View) -> str:
+    """What a number of the table is."""
+    n = str(view.seeds[0]) if len(view.seeds) == 1 else "n"
+    spread = f"mean ± standard error (SE) over {n} seeds" if view.repeated else "one run each, so no standard error"
+    return f"{'Accuracy (%), ' * any(c.unit == '%' for c in view.columns)}{spread}"
 
 
-def reading(view: View) -> list[str]:
-    """A short paragraph: what was compared, which is best and by how much, and how certain that is."""
+def legend(view: View, *, bold: bool = False) -> str:
+    """The marks that the table has, explained."""
+    marks = {c.verdict.mark(label) for c in view.columns for label in c.cells}
+    level = f"no winner: the first, and those less than {LEAD:g} SE of the difference behind it"
+    meant = {
+        BEST: f"best, at least {LEAD:g} SE of the difference ahead of every other",
+        LEVEL: level if view.repeated else "first, but one run each tells no winner",
+    }
+    signs = MARKS | ({BEST: "bold"} if bold else {})
+    return "; ".join(f"{signs[m]} {meaning}" for m, meaning in meant.items() if m in marks)
+
+
+def answer(view: View) -> str:
+    """Who is best on what, in one sentence."""
     if not view.configs:
-        return ["There are no results yet."]
-    compared = [c for c in view.columns if len(c.ranked()) > 1 and c.unit == "%" and not c.whole]
-    told, left = compared[:TOLD], len(compared[TOLD:])
-    return [s for s in (
-        extent(view), *leads(told), level(told),
-        f"The table has {left} further measurement{'s' * (left > 1)}." if left else "",
-        against_none(view, told), without_output(view), trust(view),
-    ) if s]  # fmt: skip
-
-
-def ahead(column: Column) -> bool:
-    """Whether the lead of the first over the second counts. Without repeats nobody knows, and it is told."""
-    (_, first), (_, second) = column.ranked()[:2]
-    errors = gap(first, second)[1]
-    return first.mean != second.mean and (errors is None or abs(errors) >= LIKELY)
+        return "There are no results yet."
+    told, left = view.compared[:TOLD], len(view.compared[TOLD:])
+    if not told:
+        return extent(view)
+    won: dict[str, list[Column]] = {}
+    first: dict[str, list[str]] = {}
+    open_ = []  # measurements that nobody wins
+    for column in told:
+        verdict = column.verdict
+        if verdict.winner:
+            won.setdefault(verdict.winner, []).append(column)
+            continue
+        foremost, *others = verdict.level
+        if others:
+            open_.append(f"{column.name} ({together(verdict.level)})")
+        else:  # without errors the order may be chance
+            first.setdefault(foremost, []).append(column.name)
+    clauses = [f"{spoken(who)} is best on {words(leads(columns))}" for who, columns in won.items()]
+    clauses += [f"{spoken(who)} comes first on {words(on)}" for who, on in first.items()]
+    if open_:
+        clauses.append(f"there is no winner on {words(open_)}")
+    said = "; ".join(clauses) + (f"; the table has {left} more" if left else "") + "."
+    if not view.repeated:
+        said = f"one run each tells no winner: {said}"
+    return said[0].upper() + said[1:] if said.startswith(("no normalization", "one run", "there is")) else said
 
 
 def leads(columns: Sequence[Column]) -> list[str]:
-    """A sentence for each winner: where it is best, and by how much."""
-    won: dict[str, list[str]] = {}
+    """The measurements of one winner, with its lead over the second, who is named once in a row."""
+    found, named = [], ""
     for column in columns:
-        if not ahead(column):
-            continue
-        (winner, first), (second_name, second) = column.ranked()[:2]
-        points, errors = gap(first, second)
-        places = 2 if abs(points) < 0.05 else 1
-        over = f"{signed(points, places)}{' points' * (column.unit == '%')} against {spoken(second_name)}{size(errors)}"
-        unsure = errors is not None and abs(errors) < CLEAR
-        won.setdefault(winner, []).append(f"{column.name} ({over}{', likely but not certain' * unsure})")
-    repeated = any(c.error is not None for column in columns for c in column.cells.values())
-    verb = "is best on" if repeated else "comes first on"
-    return [capital(f"{spoken(winner)} {verb} {words(items)}.") for winner, items in won.items()]
+        verdict, second = column.verdict, column.ranked()[1][0]
+        assert verdict.lead
+        over = "" if second == named else f" points over {spoken(second)}"
+        unsure = ", likely but not certain" if verdict.errors < CLEAR else ""
+        found.append(f"{column.name} ({apart(verdict.lead)}{over}{unsure})")
+        named = second
+    return found
 
 
 def spoken(label: str) -> str:
-    """ "none is best" would say the opposite of what it means."""
-    return re.sub(r"^none(?=$|,)", "no normalization", label)
+    """A label inside a sentence. "none is best" would say the opposite of what it means, and commas would divide it."""
+    norm, *rest = split(label) or [label]
+    return ("no normalization" if norm == "none" else norm) + (f" ({', '.join(rest)})" if rest else "")
 
 
-def capital(sentence: str) -> str:
-    return f"N{sentence[1:]}" if sentence.startswith("no normalization") else sentence
-
-
-def level(columns: Sequence[Column]) -> str:
-    """The measurements that nobody wins."""
-    items = []
-    for column in columns:
-        if not ahead(column):
-            (first_name, first), (second_name, second) = column.ranked()[:2]
-            apart = size(gap(first, second)[1])[2:]
-            how = f"{apart} apart" if first.mean != second.mean else "the same mean"
-            items.append(f"{column.name} ({spoken(first_name)} and {spoken(second_name)}, {how})")
-    return f"There is no winner on {words(items)}." if items else ""
+def together(labels: Sequence[str]) -> str:
+    many = len(labels) > NAMED
+    return words([*map(spoken, labels[: 1 if many else None]), *([f"{len(labels) - 1} others"] if many else [])])
 
 
 def extent(view: View) -> str:
+    """The numbers of a single configuration, or what keeps several from being compared."""
     runs = sum(len(c.runs) for c in view.configs)
-    kinds = (
-        f"{len(view.configs)} configurations"
-        if len(view.configs) > 1
-        else f"One configuration ({spoken(view.configs[0].label)})"
-    )
-    seeds = view.seeds
-    if seeds == [1]:
-        return f"{kinds}, one run each (n = 1)." if runs > 1 else f"{kinds}, one run (n = 1)."
-    each = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-    return f"{kinds}, {each} each; a figure is the mean over seeds ± its standard error (SE)."
+    count = f"{runs} run{'s' * (runs > 1)}"
+    if len(view.configs) > 1:
+        return f"{len(view.configs)} configurations, {count}: there is no accuracy yet that two of them share."
+    label = view.configs[0].label
+    found = [f"{show(c.cells[label])}{c.unit and f' {c.unit}'} on {c.name}" for c in view.columns[:TOLD]]
+    return f"{spoken(label)}, {count}: {words(found) if found else 'no measurement yet'}."
 
 
-def against_none(view: View, columns: Sequence[Column]) -> str:
+def reading(view: View) -> list[str]:
+    """The answer, and what a reader should know besides."""
+    first = f"{answer(view)} {without_output(view)}".strip()
+    return [first, *filter(None, (against_none(view), trust(view)))]
+
+
+def against_none(view: View) -> str:
     """Batch norm against no normalization, if both are there: most readers look for this comparison."""
     pair = [next((c.label for c in view.configs if c.norm == norm), None) for norm in ("none", "batch")]
     if list(view.axes) != ["norm"] or None in pair:
         return ""
     none, batch = (str(label) for label in pair)
-    changes = []
-    for c in columns:
-        if c.unit == "%" and none in c.cells and batch in c.cells:
-            points, errors = gap(c.cells[batch], c.cells[none])
-            changes.append(f"{signed(points)} on {c.name}{f' ({size(errors)[2:]})' if errors is not None else ''}")
+    changes = [
+        f"{apart(gap(c.cells[batch], c.cells[none]))} on {c.name}"
+        for c in view.compared[:TOLD]
+        if {none, batch} <= {label for label, _ in c.ranked()}
+    ]
     return f"Batch norm against no normalization, in points: {words(changes)}." if changes else ""
 
 
@@ -149,10 +174,22 @@ def without_output(view: View) -> str:
 
 
 def trust(view: View) -> str:
-    n = max(view.seeds)
-    if n == 1:
+    n = max(view.seeds, default=0)
+    if n == 1 and view.compared:
         return "With n = 1 there is no standard error, and any difference here may be chance: repeat with more seeds."
-    if n <= 5:
+    if 1 < n <= 5:
         # The relative deviation of a sample standard deviation of normal values is about 1 / sqrt(2 (n - 1)).
-        return f"With n = {n}, a standard error is itself only known to about ± {100 / math.sqrt(2 * (n - 1)):.0f} %."
+        return f"With n = {n}, a standard error is itself only known to about ±{100 / math.sqrt(2 * (n - 1)):.0f}%."
     return ""
+
+
+def terms(view: View) -> list[tuple[str, str]]:
+    """The measurements of the table by the names that it has, and the terms in them."""
+    found = []
+    for column in view.columns:
+        kind = MEASUREMENTS.get(column.kind)
+        exact = "" if column.title == column.name else column.title
+        if kind or exact:
+            found.append((column.name, ": ".join(filter(None, [kind and kind.about, exact]))))
+    used = " ".join(f"{name} {meaning}" for name, meaning in found)
+    return found + [(term, meaning) for term, meaning in TERMS.items() if re.search(rf"\b{term}\b", used)]
