@@ -14,6 +14,7 @@ from normlab.lab import Settings, load_checkpoint, read_results, study
 from normlab.lab.cli import main
 from normlab.lab.commands import seeds_of
 from normlab.lab.display import Clock, Lines
+from normlab.lab.measurements import found_values
 from normlab.lab.texts import split
 
 SMALL = ("--data", "digits", "--model", "mlp", "--depth", "2", "--width", "8", "--epochs", "1", "--train-size", "200",
@@ -91,7 +92,9 @@ def test_settings_of_a_file_give_way_to_the_command_line(normlab):
 def test_report_in_other_forms(normlab, trained, tmp_path):
     code, out, _ = normlab("report", trained.folder, "--format", "csv")
     rows = out.splitlines()
-    assert code == 0 and rows[0].startswith("configuration,") and repr(trained.records[0]["accuracy"]) in rows[1]
+    assert (
+        code == 0 and rows[0].startswith("configuration,") and repr(trained.records[0]["values"]["accuracy"]) in rows[1]
+    )
     code, out, _ = normlab("report", trained.folder, "--format", "markdown", "--out", "a.md")
     assert code == 0 and (tmp_path / "a.md").read_text().startswith("| configuration")
     code, out, _ = normlab("report", trained.folder, "--out", "page.html")
@@ -116,7 +119,7 @@ def test_evaluate_a_checkpoint(normlab, trained, tmp_path):
         "evaluate", trained.folder / "best.safetensors", "--measure", "clean,fgsm", "--out", "r.jsonl"
     )
     assert code == 0, err
-    assert f"{trained.records[0]['accuracy']:.2f}" in out and "fgsm" in out
+    assert f"{trained.records[0]['values']['accuracy']:.2f}" in out and "fgsm" in out
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [r["measurement"] for r in records] == ["clean", "fgsm"] and records[0]["n"] == 100
 
@@ -342,13 +345,13 @@ def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
     lines = Lines(console, [settings], ["between"], lambda s: s.norm)
     lines.run(settings, done_epochs=0)
     lines.epoch({"epoch": 1, "loss": 0.0, "accuracy": 90.0, "seconds": 1.0})
-    lines.measured(settings, {"measurement": "between", "accuracy": 97.854, "curve": {}})
-    lines.measured(settings, {"measurement": "affinity", "accuracy": 12.5, "scalars": {"affinity": -2.0}})
+    lines.measured(settings, found_values({"measurement": "between", "accuracy": 97.854, "curve": {}}))
+    lines.measured(settings, found_values({"measurement": "affinity", "accuracy": 12.5, "scalars": {"affinity": -2.0}}))
     said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.partition("seed 0: ")[2] for line in said] == [
         "1 epoch, loss 0, accuracy 90",
         "between 97.85 %, mean of the curve",
-        "affinity 12.50 %, affinity -2.00",
+        "affinity 12.50 %, affinity -2.00 points",
     ]
 
 

@@ -266,7 +266,7 @@ def test_pictures_over_sizes_have_the_standard_errors_of_the_table(tmp_path, mon
     def run_grid(ctx, grid, seeds):  # a seed more at each case, so that the first has no standard error
         def run(case, seed):
             weights = {"layer": {"instance": (0.1 * seed, 0.2), "batch/ghost=16": (0.3, 0.4)}}
-            record = {"measurement": "clean", "accuracy": 90.0 + seed**2}
+            record = {"measurement": "clean", "values": {"accuracy": 90.0 + seed**2}}
             return Run(grid.settings(case, seed), tmp_path, [{"importance": weights}], [record])
 
         runs = {c.label: [run(c, s) for s in range(k % 3 + 1)] for k, c in enumerate(grid.cases)}

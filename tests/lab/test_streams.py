@@ -233,8 +233,9 @@ def test_branches_learn_their_own_images(data):
     negative = replace(whole, test=Images(255 - whole.test.x, whole.test.y))
     own, other = measure(model, whole, ["clean(branch=main)", "clean(branch=aux)"])
     there, here = measure(model, negative, ["clean(branch=main)", "clean(branch=aux)"])
-    assert min(own["accuracy"], here["accuracy"]) > 90
-    assert own["accuracy"] > other["accuracy"] + 3 and here["accuracy"] > there["accuracy"] + 3
+    assert min(own["values"]["accuracy"], here["values"]["accuracy"]) > 90
+    own, other, there, here = (r["values"]["accuracy"] for r in (own, other, there, here))
+    assert own > other + 3 and here > there + 3
 
 
 def test_averaged_weights_have_statistics_of_both_branches(data):
@@ -254,7 +255,7 @@ def test_adversarial_training_makes_robust():
     for text in ("classify", "adversarial(eps=0.15, units=pixels, steps=3, step=0.1, mode=train)"):
         model = build("small", data, "batch", seed=0)
         history = fit(model, data, Settings(data="digits", epochs=5, batch_size=32, lr=0.05, recipe=text))
-        found[text] = [r["accuracy"] for r in measure(model, data, ["clean", attack])]
+        found[text] = [r["values"]["accuracy"] for r in measure(model, data, ["clean", attack])]
         if text != "classify":
             assert history.epochs[-1]["attacked_accuracy"] > history.epochs[0]["attacked_accuracy"]
     (clean, broken), (_, robust) = found.values()
@@ -364,7 +365,7 @@ def test_one_batched_forward_for_both_and_one_of_half_the_size(data):
 def test_curve_between_the_branches(data):
     model = trained(data)
     texts = ["clean(branch=main)", "clean(branch=aux)", "clean(mix=0.5)", "clean(mix=0.5, of=coefficients)"]
-    main, aux, half, inner = (r["accuracy"] for r in measure(model, data, texts))
+    main, aux, half, inner = (r["values"]["accuracy"] for r in measure(model, data, texts))
     for of, middle in (("probabilities", half), ("coefficients", inner)):
         (record,) = measure(model, data, [f"between(of={of}, weights=[0, 0.5, 1])"])
         assert record["curve"]["y"] == pytest.approx([main, middle, aux])
@@ -372,7 +373,7 @@ def test_curve_between_the_branches(data):
     some = "names=[gaussian_noise, contrast], severities=[1, 5]"
     separate = measure(model, data, [f"corruptions({some}, {b})" for b in ("branch=main", "mix=0.5", "branch=aux")])
     (curve,) = measure(model, data, [f"between-corruptions({some}, weights=[0, 0.5, 1])"])
-    assert curve["curve"]["y"] == pytest.approx([100 - r["accuracy"] for r in separate])
+    assert curve["curve"]["y"] == pytest.approx([100 - r["values"]["accuracy"] for r in separate])
     assert "25 " not in curve["title"] and parse("between-corruptions").arguments(data)["names"][0] == "gaussian_noise"
 
 
@@ -381,7 +382,7 @@ def test_branches_of_other_names_are_mixed_by_their_own(data):
     a, b, half, between = measure(
         model, data, ["clean(branch=a)", "clean(branch=b)", "clean(mix=0.5)", "between(weights=[0, 0.5, 1])"]
     )
-    assert between["at"] == {n: [r["accuracy"]] for n, r in (("a", a), ("half", half), ("b", b))}
+    assert between["at"] == {n: [r["values"]["accuracy"]] for n, r in (("a", a), ("half", half), ("b", b))}
     assert between["title"] == "probabilities between a and b" and half["title"] == "clean a and b mixed by 0.5"
     assert between["curve"]["x_label"] == "weight of b"
     three = build("small", data, 'auxiliary(branches=("a", "b", "c"))', seed=0, width=4)
@@ -394,15 +395,15 @@ def test_between_the_branches_and_over_frequencies_more_guesses_count(data):
     clean, between, once, thrice = measure(
         model, data, ["clean(top=3)", "between(top=3, weights=[0])", "fourier", "fourier(top=3)"]
     )
-    assert between["curve"]["y"] == [clean["accuracy"]]
-    assert thrice["accuracy"] > once["accuracy"]
+    assert between["curve"]["y"] == [clean["values"]["accuracy"]]
+    assert thrice["values"]["accuracy"] > once["values"]["accuracy"]
 
 
 def test_affinity_of_an_augmentation(data):
     """Digits lose their class under strong noise and keep it under none."""
     model = trained(data)
     none, strong = measure(model, data, ["affinity(augmentation=identity)", "affinity(augmentation=gaussian(std=0.8))"])
-    assert none["scalars"]["affinity"] == 0 and strong["scalars"]["affinity"] < -5
+    assert none["values"]["affinity"] == 0 and strong["values"]["affinity"] < -5
     assert strong["title"] == "augmented by gaussian(std=0.8)"
     for text, said in (("mixup", "two classes"), ("cutuot", "no augmentation 'cutuot'")):
         with pytest.raises(LabError, match=said):
@@ -546,7 +547,8 @@ def test_two_of_three_branches_are_named(data):
     texts = ["clean(branch=a)", "clean(branch=c)", "clean(mix=1, branches=[a, c])",
              "between(weights=[0, 1], branches=[a, c])", "fourier(n=4, mix=0.5, branches=[a, c])"]  # fmt: skip
     a, c, mixed, between, fourier = measure(model, data, texts)
-    assert mixed["accuracy"] == c["accuracy"] and between["curve"]["y"] == [a["accuracy"], c["accuracy"]]
+    assert mixed["values"]["accuracy"] == c["values"]["accuracy"]
+    assert between["curve"]["y"] == [r["values"]["accuracy"] for r in (a, c)]
     assert between["title"] == "probabilities between a and c" and set(between["at"]) == {"a", "c"}
     assert mixed["branches"] == ["a", "c"] and fourier["title"].endswith("a and c mixed by 0.5 n=4")
     for text, said in (

@@ -359,20 +359,19 @@ def inspect(
 def _print_records(records: Sequence[dict[str, Any]]) -> None:
     from .analysis import table
     from .measurements import mean_of
+    from .tasks.measuring import headline, metrics_of
 
+    heads = [headline(r) for r in records]
     rows = [
-        (
-            r.get("title", r["measurement"]) + mean_of(r),
-            "" if r.get("accuracy") is None else f"{r['accuracy']:.2f}",
-            str(r["n"]),
-            f"{r['seconds']:.1f}",
-        )
-        for r in records
-    ]
+        (r.get("title", r["measurement"]) + mean_of(r), f"{found[0]:.2f}" if found else "", str(r["n"]),
+         f"{r['seconds']:.1f}")
+        for r, found in zip(records, heads, strict=True)
+    ]  # fmt: skip
     if rows:
-        typer.echo(table(("measurement", "accuracy %", "images", "seconds"), rows))
+        units = {f"{m.title} {m.unit}".strip() for _, m in filter(None, heads)}
+        typer.echo(table(("measurement", units.pop() if len(units) == 1 else "value", "samples", "seconds"), rows))
     for r in records:
-        said = [f"{name} {number:.2f}" for name, number in (r.get("scalars") or {}).items()]
+        said = [f"{name} {number:.2f}" for name, (number, _) in list(metrics_of(r).items())[1:]]
         if said:
             typer.echo(f"{r.get('title', r['measurement'])}: {', '.join(said)}")
 

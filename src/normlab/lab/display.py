@@ -16,6 +16,7 @@ from rich.text import Text
 
 from .measurements import mean_of
 from .settings import Settings
+from .tasks.measuring import headline, metrics_of
 from .watcher import Watcher
 
 __all__ = ["Clock", "Lines", "Screen", "watcher"]
@@ -25,6 +26,16 @@ def watcher(console: Console, grid: Sequence[Settings], measurements: Sequence[s
     """A screen on a terminal, lines elsewhere."""
     kind = Screen if console.is_terminal else Lines
     return kind(console, grid, measurements, label)
+
+
+def told(record: dict[str, Any]) -> str:
+    """The values of a record in a line: ``93.12 %``, ``uCE over 15 31.20``."""
+    found = []
+    for k, (name, (value, metric)) in enumerate(metrics_of(record).items()):
+        number = f"{value:.2f}" if metric.unit == "%" or abs(value) >= 1 else f"{value:.4g}"
+        who = "" if k == 0 and metric.unit == "%" else f"{metric.of(name)} "
+        found.append(f"{who}{number}{metric.unit and f' {metric.unit}'}{mean_of(record) if k == 0 else ''}")
+    return ", ".join(found)
 
 
 class Clock:
@@ -112,18 +123,15 @@ class Lines(Watcher):
         self._say(f"{self._who(settings)}: {settings.epochs} epoch{'s' * (settings.epochs != 1)}{said}")
 
     def tell(self, settings: Settings, record: dict[str, Any]) -> None:
-        value = record.get("accuracy")
-        said = "" if value is None else f" {value:.2f} %{mean_of(record)}"
-        said += "".join(f", {name} {number:.2f}" for name, number in (record.get("scalars") or {}).items())
-        self._say(f"{self._who(settings)}: {record['measurement']}{said}")
+        self._say(f"{self._who(settings)}: {record['measurement']} {told(record)}".rstrip())
 
     def note(self, sentence: str) -> None:
         self._say(sentence)
 
     def _note(self, settings: Settings, record: dict[str, Any]) -> None:
-        if record.get("accuracy") is not None:
+        if found := headline(record):
             row = self.cells.setdefault(self.label(replace(settings, seed=0)), {})
-            row.setdefault(record["measurement"], []).append(float(record["accuracy"]))
+            row.setdefault(record["measurement"], []).append(found[0])
 
     def _finished(self, settings: Settings) -> bool:
         return self.counts.get(settings.name, 0) >= len(self.measurements) > 0

@@ -13,6 +13,7 @@ from .grid import Study, measurements_of, names_of
 from .report.view import cell
 from .settings import Settings
 from .store import read_log, read_records
+from .tasks.measuring import headline
 
 __all__ = ["Results", "Row", "Run", "differences", "plain", "read_results", "read_run"]
 
@@ -40,7 +41,7 @@ class Row:
     n: int
     mean: float
     error: float | None  # standard error of the mean; None for one run
-    values: tuple[float, ...]  # in per cent, by seed
+    values: tuple[float, ...]  # by seed
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,18 @@ class Results:
         """Names of what was measured, in the order of the first run."""
         return list(dict.fromkeys(r["measurement"] for run in self.runs for r in run.records))
 
-    def table(self, measurement: str, value: str = "accuracy") -> list[Row]:
-        """A row for each setting but the seed. A measurement may be named by the beginning of its name."""
+    def table(self, measurement: str, value: str = "") -> list[Row]:
+        """A row for each setting but the seed. A measurement may be named by the beginning of its name.
+
+        ``value`` names one of several, such as "loss"; the default is what the measurement is about.
+        """
         name = self._full_name(measurement)
         groups: dict[Settings, list[tuple[Run, float]]] = {}
         for run in self.runs:
             for record in run.records:
-                if record["measurement"] == name and record.get(value) is not None:
-                    groups.setdefault(replace(run.settings, seed=0), []).append((run, float(record[value])))
+                found = record["values"].get(value) if value else (headline(record) or (None,))[0]
+                if record["measurement"] == name and found is not None:
+                    groups.setdefault(replace(run.settings, seed=0), []).append((run, float(found)))
         rows = []
         for pairs in groups.values():
             values = tuple(v for _, v in pairs)

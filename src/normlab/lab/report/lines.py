@@ -116,7 +116,7 @@ def grid_line(found: GridLine) -> str:
     series = [Line(k, look, s.x, s.cells) for k, (look, s) in found.series.items()]
     values = sorted({x for line in series for x in line.x})
     log = values[0] > 0 and values[-1] / values[0] >= 8
-    y_label = "accuracy (%)" if found.unit == "%" else found.unit
+    y_label = found.y_label
     return lines(series, found.x_label + (" (log scale)" if log else ""), y_label,
                  f"{found.title} against {found.x_label}", limits=PERCENT if found.unit == "%" else None, log=log,
                  ticks=values if len(values) <= 8 else None)  # fmt: skip

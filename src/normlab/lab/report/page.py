@@ -340,7 +340,7 @@ def grid_map_blocks(view: View, safe: Any) -> list[tuple[str, str, list[tuple[st
         here = [g for g in view.grid_maps if g.title == title]
         means = {g.panel: [[c.mean for c in g.cells.values()]] for g in here}
         scale = maps.scale_of(means)
-        bar = safe(maps.colour_bar(scale, "accuracy (%)" if here[0].unit == "%" else title))
+        bar = safe(maps.colour_bar(scale, here[0].metric))
         blocks.append(
             (title, bar, [(g.panel or f"{g.row_name} by {g.column_name}", safe(maps.grid_map(g, scale))) for g in here])
         )
@@ -355,7 +355,7 @@ def overviews(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[Q
 
 def course_blocks(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[str, list[tuple[str, str]]]]:
     blocks = []
-    for quantity in ("accuracy", "loss"):
+    for quantity in dict.fromkeys(("accuracy", "loss", *(q.what for c in view.courses for q in c.lines))):
         limits = lines.course_limits(view.courses, quantity)
         here = [c for c in view.courses[:LIMIT] if any(q.what == quantity for q in c.lines)]
         drawings = [(c.label, safe(lines.course(c, configs[c.label].look, quantity, limits))) for c in here]
