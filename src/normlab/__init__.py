@@ -17,10 +17,11 @@ from .layers import *
 from .model.calibrate import calibrate
 from .model.convert import convert, undo
 from .model.draw import draw
-from .model.fixup import fixup, fixup_parameters
+from .model.fixup import fixup
 from .model.fold import fold
 from .model.fuse import fuse
 from .model.mixtures import harden, importance, set_radius
+from .model.parameter_groups import clip_gradients, parameter_groups
 from .model.plain_layers import merge_sandwich
 from .model.report import Report, report
 from .model.routing import keep_route, route
@@ -66,10 +67,10 @@ __all__ = [
     "backend",
     "build_host",
     "calibrate",
+    "clip_gradients",
     "convert",
     "draw",
     "fixup",
-    "fixup_parameters",
     "fold",
     "frozen",
     "fuse",
@@ -81,6 +82,7 @@ __all__ = [
     "merge_sandwich",
     "no_update",
     "normalize",
+    "parameter_groups",
     "predict_statistics",
     "register",
     "report",

@@ -108,7 +108,7 @@ class Norm(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of torch's batch norm, which some layers are too
         check_arguments(
             num_features=num_features, num_classes=num_classes, eps=eps, momentum=momentum, init_std=init_std,
             track_running_stats=track_running_stats, key_size=key_size, ghost=ghost,
@@ -239,6 +239,8 @@ class Norm(nn.Module):
 
     def reset_running_stats(self) -> None:
         """Running statistics as they were at construction."""
+        if not self.track_running_stats:
+            return
         for names in self._buffers_of:
             if names is not None:
                 getattr(self, names[0]).zero_()
@@ -488,8 +490,8 @@ class Norm(nn.Module):
         # What the layer can take over from plain batch norm is completed in place, so torch's strict check sees it.
         order_branches(self, state_dict, prefix, local_metadata.get("branches"))
         complete_state(self, state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        nn.Module._load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         stored = getattr(self, "run_shape", None)
         if stored is not None and not stored.is_meta:

@@ -43,7 +43,8 @@ def plans_of(
 def sources_of(layer: Norm, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources:
     stored: list[tuple[Tensor, Tensor] | None] = []
     for plan, names, track in zip(plans, layer._buffers_of, layer._tracks, strict=True):
-        if names is None or track is None or (live_batch and not layer.statistics.reads_running):
+        unread = live_batch and not (layer.statistics.reads_running and layer.track_running_stats)
+        if names is None or track is None or unread:
             stored.append(None)
             continue
         mean, var = (_of_branch(layer, getattr(layer, n), branch) for n in names)  # [1 or N, *shape]

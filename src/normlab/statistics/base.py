@@ -64,6 +64,7 @@ class Statistics:
     per_position: ClassVar[bool] = False  # whether coefficients vary over space: then there are no pools and no rule
     channels_at_end: ClassVar[bool] = False  # whether inputs are [*, C], as transformers have them
     finishes: ClassVar[bool] = False  # whether ``finish`` does anything
+    network: ClassVar[frozenset[str]] = frozenset()  # learned tensors that are weights of a network, so decayed as such
     moved_by_kernels: ClassVar[str] = "unbiased"  # how whole kernels move the running variance, see Track
 
     def kernels(self, live: bool) -> Kernels:

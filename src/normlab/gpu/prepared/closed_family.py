@@ -30,7 +30,8 @@ class PreparedClosedFamily(PreparedWhole):
         self.update = update
         self.statistics = statistics = layer.statistics
         self.live = layer._uses_batch()
-        self.renorm: Any = statistics if statistics.reads_running and self.live else None
+        corrects = statistics.reads_running and self.live and layer.track_running_stats
+        self.renorm: Any = statistics if corrects else None
         self.tracks_run_shape = hasattr(layer, "run_shape")
         pools = len(self.plans)
         self.sources = Sources(self.plans, (None,) * pools, (True,) * pools, None, layer.eps)
