@@ -25,7 +25,7 @@ from .model.parameter_groups import clip_gradients, parameter_groups
 from .model.plain_layers import merge_sandwich
 from .model.report import Report, report
 from .model.routing import keep_route, route
-from .model.scopes import frozen, guarded, no_update, with_batch_statistics
+from .model.scopes import accumulated, frozen, guarded, no_update, with_batch_statistics
 from .model.sync import sync, unsync
 from .model.targets import TARGETS
 from .statistics.base import Statistics
@@ -64,6 +64,7 @@ __all__ = [
     "Single",
     "Statistics",
     "StyleMoments",
+    "accumulated",
     "backend",
     "build_host",
     "calibrate",

@@ -6,21 +6,32 @@ Each function acts at once. Used in a ``with`` statement, it is undone at the en
     with no_update(model): ...     # inside the block
 
 The functions also reach torch's own layers with running statistics. A model without any is left as it is.
+
+:func:`accumulated` is for a ``with`` statement only: it moves the running statistics at the end of the block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..engine.messages import check_model
+from ..engine.numerics import widest
 from ..layers.norm import Norm
+from ..layers.running_state import move_running
+from ..statistics.across_ranks import sum_over_ranks
+from ..statistics.plans import Pooled, Segments
+from ..statistics.running import finite, in_backward, update_
+from .calibrate import Observer, merge
 
 Restore = Callable[[], None]
 
@@ -63,6 +74,165 @@ def with_batch_statistics(model: nn.Module) -> _Undo:
     """Normalize with the statistics of the batch, also in evaluation mode. The running ones are not updated."""
     check_model(model, "with_batch_statistics")
     return _apply(model, {"normalize_with": "batch", "update": False}, mode=True)
+
+
+@contextmanager
+def accumulated(model: nn.Module) -> Iterator[None]:
+    """Inside, running statistics stay. At the end of the block they move once, towards all batches of the block.
+
+    It is for gradient accumulation. With k micro-batches, each still normalizes with its own statistics. The running
+    ones move as by one large batch: with the layer's momentum, towards the mean and the variance of all samples, and
+    ``num_batches_tracked`` grows by one. After an error inside the block they do not move. A block inside another
+    belongs to the outer one.
+
+    >>> import torch, normlab
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), normlab.BatchNorm2d(8))
+    >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    >>> with accumulated(model):
+    ...     for x in torch.randn(4, 2, 3, 6, 6):  # four micro-batches of two images
+    ...         (model(x).square().mean() / 4).backward()
+    >>> optimizer.step()
+    >>> model[1].num_batches_tracked
+    tensor(1)
+    """
+    check_model(model, "accumulated")
+    _check_compiled(model)
+    scopes: list[_Accumulated | _TorchAccumulated] = []
+    for layer in model.modules():
+        if isinstance(layer, Norm):
+            if layer.track_running_stats and layer.observer is None:
+                scopes.append(_Accumulated(layer))
+        elif _is_torch_norm(layer):
+            outer = [h.__self__ for h in layer._forward_pre_hooks.values() if hasattr(h, "__self__")]
+            detours = [hook for hook in outer if isinstance(hook, _Detour)]
+            within = any(isinstance(hook, _TorchAccumulated) for hook in outer)
+            if not within and all(hook.keep_finite for hook in detours):
+                scopes.append(_TorchAccumulated(layer, guard=bool(detours)))
+    try:
+        yield
+    finally:
+        for scope in reversed(scopes):
+            scope.leave()
+    with torch.no_grad():
+        for scope in scopes:
+            scope.move()
+
+
+class _Accumulated(Observer):
+    """The batches of one layer in a block, from its entry on."""
+
+    starts_over = False
+
+    def __init__(self, layer: Norm) -> None:
+        super().__init__()
+        self.segments: dict[str, list[tuple[Tensor, ...]]] = {}  # of ghost batches: mean, var, count, branch
+        self.layer = layer
+        layer.observer = self
+
+    def leave(self) -> None:
+        self.layer.observer = None
+
+    def __call__(
+        self, layer: Norm, seen: Sequence[Pooled | None], segments: Sequence[Segments], shape: tuple[int, ...]
+    ) -> None:
+        if layer.policy.guard:
+            of_batch = [p for p, names in zip(seen, layer._buffers_of, strict=True) if p is not None and names]
+            ok = finite(of_batch, layer.get_buffer("running_var").dtype)
+            seen = [p if p is None else Pooled(*(torch.where(ok, torch.as_tensor(t), 0) for t in p)) for p in seen]
+        super().__call__(layer, seen, segments, shape)
+
+    def take(self, layer: Norm, k: int, name: str, seen: tuple[Tensor, Tensor, Tensor], branch: Tensor) -> None:
+        if layer.statistics.pools[k].ghost is None:
+            super().take(layer, k, name, seen, branch)
+        else:  # these stand for workers: statistics are averaged over all of them, as those of a large batch are
+            self.segments.setdefault(name, []).append((*seen, branch))
+
+    def move(self) -> None:
+        """Move the running statistics of the layer."""
+        layer, tracked = self.layer, []
+        for names, track in zip(layer._buffers_of, layer._tracks, strict=True):
+            if names is None or track is None:
+                continue
+            if names[0] in self.totals:
+                mean, var, count = self.totals[names[0]]
+                branch = torch.arange(len(mean), device=mean.device)
+            elif names[0] in self.segments:
+                mean, var, count, branch = (torch.cat(t) for t in zip(*self.segments[names[0]], strict=True))
+            else:
+                continue
+            segments = Segments(len(mean), branch=0 if layer.branches is None else branch)
+            tracked.append((names, Pooled(mean, var, count), segments, track.how))
+        if tracked and self.shape is not None:
+            move_running(layer, tracked, self.shape)
+
+
+class _TorchAccumulated:
+    """The same of a layer of torch's: each batch runs on buffers of its own, which then hold its statistics."""
+
+    def __init__(self, layer: _NormBase, guard: bool) -> None:
+        self.layer, self.guard = layer, guard
+        self.of_samples = isinstance(layer, _InstanceNorm)  # it averages the statistics of samples
+        self.total: tuple[Tensor, Tensor, Tensor] | None = None  # mean, var, count: [1, G], or a row for each batch
+        self.held: list[tuple[dict[str, Tensor | None], float | None] | None] = []
+        self.hooks = (
+            layer.register_forward_pre_hook(self.before),
+            # Scopes nest, as those of _hook do.
+            layer.register_forward_hook(self.after, always_call=True, prepend=True),
+        )
+
+    def leave(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def before(self, module: Any, args: Any) -> None:
+        if not (module.training and module.track_running_stats):
+            self.held.append(None)
+            return
+        self.held.append((dict(module._buffers), module.momentum))
+        module.momentum = 1.0
+        for name, buffer in module._buffers.items():
+            if buffer is not None:  # no batch has a variance of -1: that is how one is known that did not move it
+                module._buffers[name] = torch.full_like(buffer, -1)
+
+    @torch.no_grad()
+    def after(self, module: Any, args: Any, out: Any) -> None:
+        before = self.held.pop()
+        if before is None:
+            return
+        own = module._buffers["running_mean"], module._buffers["running_var"]
+        module.momentum = before[1]
+        module._buffers.update(before[0])
+        if out is None or in_backward():  # the call failed, or checkpointing runs it again
+            return
+        x = args[0]
+        mean, var = (t.to(widest(x.device)) for t in own)
+        moved = (var != -1).any()
+        if self.guard:
+            moved = moved & mean.isfinite().all() & var.isfinite().all()
+        if self.of_samples:
+            count = mean.new_tensor(1 if x.dim() == module._get_no_batch_dim() else x.shape[0])
+        else:
+            count = mean.new_tensor(x.numel() // len(mean))
+            if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
+                count = sum_over_ranks(count, module.process_group or dist.group.WORLD)  # type: ignore[arg-type]
+            var = var * (count - 1) / count
+        part: Any = tuple(torch.where(moved, t, 0).reshape(1, -1) for t in (mean, var, count.expand_as(mean)))
+        if self.of_samples and self.total is not None:
+            part = tuple(torch.cat(pair) for pair in zip(self.total, part, strict=True))
+        self.total = part if self.of_samples else merge(self.total, part)
+
+    def move(self) -> None:
+        if self.total is None:
+            return
+        layer: Any = self.layer
+        seen, momentum = Pooled(*self.total), layer.momentum
+        batches, segments = layer.num_batches_tracked, Segments(len(seen.mean))
+        if not self.of_samples:
+            batches.add_((seen.count > 0).any().long())
+        elif momentum is None:  # torch's instance norms do not count batches, and then never move
+            momentum = 0.0
+        how = "as seen" if self.of_samples else "unbiased"
+        update_(layer.running_mean, layer.running_var, batches, seen, segments, None, momentum, how, layer.eps, None)
 
 
 def _apply(model: nn.Module, change: dict[str, Any], *, mode: bool | None = None, keep_finite: bool = False) -> _Undo:

@@ -58,6 +58,13 @@ def _snapshot(t: Tensor) -> Tensor:
 _snapshot.register_fake(torch.empty_like)
 
 
+def finite(seen: Sequence[Pooled], dtype: torch.dtype) -> Tensor:  # [1, 1]
+    """Whether all statistics of a batch are finite in the dtype of the running ones."""
+    # Twice the biased variance: the unbiased one, which is stored, is at most that.
+    held = [t.to(dtype) for pooled in seen for t in (pooled.mean, 2 * pooled.var)]
+    return torch.stack([torch.isfinite(t).all() for t in held]).all().reshape(1, 1)
+
+
 def acceptable(
     seen: Sequence[Pooled], segments: Segments, branches: int | None, guard: torch.dtype | None
 ) -> Tensor | None:
@@ -65,13 +72,9 @@ def acceptable(
 
     ``guard`` is the dtype of the running statistics, in which all of the batch's must be finite.
     """
-    ok = None
-    if guard is not None:
-        # Twice the biased variance: the unbiased one, which is stored, is at most that.
-        held = [t.to(guard) for pooled in seen for t in (pooled.mean, 2 * pooled.var)]
-        ok = torch.stack([torch.isfinite(t).all() for t in held]).all().reshape(1, 1)
+    ok = None if guard is None else finite(seen, guard)
     count = seen[0].count
-    if isinstance(segments.branch, Tensor) or (isinstance(count, Tensor) and count.shape[0] == 1):
+    if isinstance(segments.branch, Tensor) or isinstance(count, Tensor):
         number = 1 if isinstance(segments.branch, int) else branches or 1
         _, _, present = _average_segments(*seen[0][:3], segments.branch, number)
         present = present.any(1, keepdim=True)
