@@ -22,7 +22,7 @@ from ..statistics.names import parse_statistics
 from ..statistics.plans import Plan, Pooled, Segments
 from ..statistics.pools import Pool
 from ..statistics.running import Policy, Track
-from .affine_maps import collapsed, predictor_tensors, separate
+from .affine_maps import collapsed, inside_ddp, predictor_tensors, separate
 from .checks import (
     SHAPES,
     as_node,
@@ -326,7 +326,7 @@ class Norm(nn.Module):
             if found is None:
                 return None
             label, branch = found[0], 0 if found[1] is None else found[1]
-            if not isinstance(branch, int):
+            if not isinstance(branch, int) or (self.branches is not None and inside_ddp()):
                 return None
         elif condition is not None:
             return None
