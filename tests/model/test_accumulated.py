@@ -115,12 +115,10 @@ def test_after_an_error_nothing_has_moved(model):
         model(batch(4))
         raise KeyboardInterrupt
     assert same(model, before) and repr(model) == words
-    with pytest.raises(ValueError, match="channels|expected"), accumulated(model):  # noqa: PT012
+    with suppress(ValueError, RuntimeError, UserWarning), accumulated(model):
         model(batch(4))
-        try:
-            model(torch.randn(4, 5, 4, 4))
-        except (RuntimeError, UserWarning) as error:  # torch's own
-            raise ValueError("expected 6 channels") from error
+        model(torch.randn(4, 5, 4, 4))
+        pytest.fail("five channels do not fit")
     assert same(model, before)
     twin = copy.deepcopy(model)
     for m in (model, twin):
@@ -217,8 +215,7 @@ def test_a_far_mean_keeps_its_digits():
 def test_groups_that_cross_channels_need_one_resolution():
     layer = normlab.BatchGroupNorm2d(6, 4)
     with pytest.raises(ValueError, match=r"one resolution; got \[4, 4\] and \[8, 8\]"), accumulated(layer):
-        for side in (4, 8):
-            layer(torch.randn(2, 6, side, side))
+        _ = [layer(torch.randn(2, 6, side, side)) for side in (4, 8)]
     with accumulated(layer):
         layer(torch.randn(2, 6, 4, 4))
     with pytest.raises(ValueError, match="tracked its groups at resolution"), accumulated(layer):

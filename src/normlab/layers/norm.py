@@ -138,7 +138,7 @@ class Norm(nn.Module):
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
         self._run_shape: tuple[int, ...] | None = None
-        self._read: tuple[list[Any], Tensor] | None = None  # running statistics as training last read them
+        self._reads = running.Reads()  # running statistics as calls in training read them
         per_branch = "branch" in self.affine_terms or self.track_running_stats
         separated = branches is not None and (per_branch or any(p.over_batch for p in statistics.pools))
         self.wants = frozenset(

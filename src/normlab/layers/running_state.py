@@ -63,10 +63,10 @@ def sources_of(layer: Norm, plans: tuple[Plan, ...], rows: Rows, branch: int | T
         batches = batches[branch] if isinstance(branch, int) else batches[branch].unsqueeze(1)
     if live_batch and layer.statistics.reads_running and isinstance(batches, Tensor):
         batches = running.snapshot(batches)
-        if running.in_backward() and layer._read is not None:
-            stored, batches = layer._read  # activation checkpointing: what the first forward pass read
+        if running.in_backward():
+            stored, batches = layer._reads.again() or (stored, batches)
         elif not torch.compiler.is_compiling():
-            layer._read = (stored, batches)
+            layer._reads.keep((stored, batches))
     return Sources(plans, tuple(stored), live, batches, layer.eps)  # type: ignore[arg-type]
 
 

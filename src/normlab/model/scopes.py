@@ -103,7 +103,7 @@ def accumulated(model: nn.Module) -> Iterator[None]:
             if layer.track_running_stats and layer.observer is None:
                 scopes.append(_Accumulated(layer))
         elif _is_torch_norm(layer):
-            outer = [h.__self__ for h in layer._forward_pre_hooks.values() if hasattr(h, "__self__")]
+            outer = [getattr(h, "__self__", None) for h in layer._forward_pre_hooks.values()]
             detours = [hook for hook in outer if isinstance(hook, _Detour)]
             within = any(isinstance(hook, _TorchAccumulated) for hook in outer)
             if not within and all(hook.keep_finite for hook in detours):
@@ -228,7 +228,7 @@ class _TorchAccumulated:
         seen, momentum = Pooled(*self.total), layer.momentum
         batches, segments = layer.num_batches_tracked, Segments(len(seen.mean))
         if not self.of_samples:
-            batches.add_((seen.count > 0).any().long())
+            batches.add_(torch.as_tensor(seen.count > 0).any().long())
         elif momentum is None:  # torch's instance norms do not count batches, and then never move
             momentum = 0.0
         how = "as seen" if self.of_samples else "unbiased"
