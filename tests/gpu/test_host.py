@@ -390,7 +390,7 @@ def test_hooks_that_move_tensors(name: str, which: str, how: str, odd: bool, mon
         (made_up if DEVICE == "cpu" else really)(launch, tensors, pointers, numbers)
 
     monkeypatch.setattr(Launch, "__call__", recorded)
-    dy, of = torch.randn_like(x), (x, residual, *layer.parameters())
+    dy, of, expected = torch.randn_like(x), (x, residual, *layer.parameters()), ()
     with normlab.backend("triton", host=which), normlab.no_update(layer):
         for _ in range(2):
             y = layer(x, *along, residual=residual)

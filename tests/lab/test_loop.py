@@ -349,7 +349,7 @@ def test_averaged_weights_are_averages_with_statistics_of_their_own():
     has_statistics_of_its_weights(model, history, settings, data)
 
 
-@pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)"])
+@pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)", "torch(momentum=None)"])
 def test_layers_that_average_all_batches_are_tested_with_statistics_of_the_weights_as_they_are(norm):
     settings, data = replace(TINY, norm=norm, epochs=2, augment=False), tiny_data()
     model, history = trained(settings, data)

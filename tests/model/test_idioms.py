@@ -4,9 +4,12 @@ import copy
 from typing import Any
 
 import pytest
+import timm.layers
+import timm.utils.model
 import torch
 from timm.optim._param_groups import param_groups_weight_decay
 from torch import Tensor, nn
+from torch.fx.experimental.optimization import fuse
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.testing import assert_close
@@ -111,18 +114,32 @@ def test_update_bn_of_an_averaged_model_is_torchs():
         assert_close(value, theirs.state_dict()[name])
 
 
-def test_convert_sync_batchnorm_takes_plain_batch_norm_only(model):
-    layer, x = copy.deepcopy(model.layer), torch.randn(8, 6, 4, 4)
+REPLACE: dict[str, Any] = {
+    "torch": nn.SyncBatchNorm.convert_sync_batchnorm,
+    "timm": timm.layers.convert_sync_batchnorm,
+    "timm, split": timm.layers.convert_splitbn_model,
+}
+
+
+@pytest.mark.parametrize("name", REPLACE)
+def test_only_plain_batch_norm_is_replaced(model, name):
+    layer, replace, x = copy.deepcopy(model.layer), REPLACE[name], torch.randn(8, 6, 4, 4)
     if type(layer) is normlab.BatchNorm2d and layer.statistics.pools[0].ghost is None:
-        new: Any = nn.SyncBatchNorm.convert_sync_batchnorm(layer)
-        assert type(new) is nn.SyncBatchNorm and new.weight is layer.weight
+        new: Any = replace(layer)
+        assert isinstance(new, (nn.SyncBatchNorm, nn.BatchNorm2d))
         assert_close(new.eval()(x), layer.eval()(x))
-        assert nn.SyncBatchNorm.convert_sync_batchnorm(normlab.BatchNorm2d(6, affine=False)).weight is None
+        assert normlab.BatchNorm2d(6, affine=False).affine is False
     else:
         with pytest.raises(
-            TypeError, match=f"{type(layer).__name__} is not replaced by plain batch norm.*normlab.sync"
+            TypeError, match=f"{type(layer).__name__} is not replaced by plain batch norm.*call normlab"
         ):
-            nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+            replace(layer)
+
+
+def test_functions_that_go_by_exact_types_leave_layers_alone(model):
+    assert type(timm.utils.model.freeze_batch_norm_2d(copy.deepcopy(model)).layer) is type(model.layer)
+    fused: Any = fuse(nn.Sequential(nn.Conv2d(3, 6, 1), copy.deepcopy(model.layer)).eval())
+    assert type(fused.get_submodule("1")) is type(model.layer)
 
 
 @pytest.mark.parametrize("change", ["act", "frozen"])
