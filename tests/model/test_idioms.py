@@ -4,9 +4,9 @@ import copy
 from typing import Any
 
 import pytest
-import timm.layers
-import timm.utils.model
 import torch
+from timm.layers.norm_act import convert_sync_batchnorm, freeze_batch_norm_2d
+from timm.layers.split_batchnorm import convert_splitbn_model
 from timm.optim._param_groups import param_groups_weight_decay
 from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse
@@ -116,8 +116,8 @@ def test_update_bn_of_an_averaged_model_is_torchs():
 
 REPLACE: dict[str, Any] = {
     "torch": nn.SyncBatchNorm.convert_sync_batchnorm,
-    "timm": timm.layers.convert_sync_batchnorm,
-    "timm, split": timm.layers.convert_splitbn_model,
+    "timm": convert_sync_batchnorm,
+    "timm, split": convert_splitbn_model,
 }
 
 
@@ -137,7 +137,7 @@ def test_only_plain_batch_norm_is_replaced(model, name):
 
 
 def test_functions_that_go_by_exact_types_leave_layers_alone(model):
-    assert type(timm.utils.model.freeze_batch_norm_2d(copy.deepcopy(model)).layer) is type(model.layer)
+    assert type(freeze_batch_norm_2d(copy.deepcopy(model)).layer) is type(model.layer)
     fused: Any = fuse(nn.Sequential(nn.Conv2d(3, 6, 1), copy.deepcopy(model.layer)).eval())
     assert type(fused.get_submodule("1")) is type(model.layer)
 
