@@ -4,6 +4,7 @@ Several processes: see test_sync.
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -35,6 +36,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "auxiliary, cumulative": lambda: normlab.AuxiliaryBatchNorm2d(6, BRANCHES, momentum=None),
     "modes": lambda: normlab.ModeNorm2d(6),
     "renorm": lambda: normlab.BatchRenorm2d(6, warmup=0, r_steps=1, d_steps=1),
+    "kalman": lambda: normlab.KalmanNorm2d(6),
     "tracked_instance": lambda: normlab.InstanceNorm2d(6, track_running_stats=True),
     "torch_batch": lambda: nn.BatchNorm2d(6),
     "torch_cumulative": lambda: nn.BatchNorm2d(6, momentum=None),
@@ -179,10 +181,25 @@ def test_a_block_inside_another_belongs_to_it(model):
         assert torch.equal(mine, plain)
 
 
-def test_calibration_inside_is_its_own(model):
-    if not isinstance(model.layer, (normlab.Norm, nn.BatchNorm2d)):
-        pytest.skip("calibrate leaves torch's instance norms")
-    twin, data = copy.deepcopy(model), [batch(4), batch(4)]
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "file"])
+def test_a_copy_made_inside_tracks_every_batch(model, copied):
+    twin, x = copy.deepcopy(model), batch(4)
+    with accumulated(model):
+        model(batch(4))
+        other = copied(model)
+        other(x)
+    other(x)
+    for _ in range(2):
+        twin(x)
+    for mine, plain in zip(other.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("name", [n for n in LAYERS if n != "torch_instance"])  # which calibrate leaves alone
+def test_calibration_inside_is_its_own(name):
+    model, data = Model(LAYERS[name]()), [batch(4), batch(4)]
+    model(batch(8))
+    twin = copy.deepcopy(model)
     calibrate(twin, data)
     with accumulated(model):
         calibrate(model, data)

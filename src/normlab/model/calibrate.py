@@ -38,6 +38,9 @@ class Observer:
         self.batches: Tensor | None = None  # [branches or 1]
         self.shape: tuple[int, ...] | None = None
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the layer is not observed
+
     def __call__(
         self, layer: Norm, seen: Sequence[Pooled | None], segments: Sequence[Segments], shape: tuple[int, ...]
     ) -> None:

@@ -170,7 +170,7 @@ class _TorchAccumulated:
     """The same of a layer of torch's: each batch runs on buffers of its own, which then hold its statistics."""
 
     def __init__(self, layer: _NormBase, guard: bool) -> None:
-        self.layer, self.guard = layer, guard
+        self.layer, self.guard, self.active = layer, guard, True
         self.of_samples = isinstance(layer, _InstanceNorm)  # it averages the statistics of samples
         self.total: tuple[Tensor, Tensor, Tensor] | None = None  # mean, var, count: [1, G], or a row for each batch
         self.held: list[tuple[dict[str, Tensor | None], float | None] | None] = []
@@ -180,12 +180,15 @@ class _TorchAccumulated:
             layer.register_forward_hook(self.after, always_call=True, prepend=True),
         )
 
+    def __getstate__(self) -> dict[str, Any]:  # a copy of the layer has the hooks too, and they do nothing
+        return {**self.__dict__, "active": False, "hooks": ()}
+
     def leave(self) -> None:
         for hook in self.hooks:
             hook.remove()
 
     def before(self, module: Any, args: Any) -> None:
-        if not (module.training and module.track_running_stats):
+        if not (self.active and module.training and module.track_running_stats):
             self.held.append(None)
             return
         self.held.append((dict(module._buffers), module.momentum))
