@@ -141,10 +141,12 @@ def test_without_a_batch_nothing_moves(model):
 @pytest.mark.parametrize("scope", [frozen, no_update])
 @pytest.mark.parametrize("outside", [True, False])
 def test_scopes_that_do_not_update(model, scope, outside):
-    before = buffers(model)
+    before, x = buffers(model), batch(4)
+    with scope(model):
+        expected = model(x)
     first, second = (scope, accumulated) if outside else (accumulated, scope)
     with first(model), second(model):
-        model(batch(4))
+        assert_close(model(x), expected)
     assert same(model, before)
 
 

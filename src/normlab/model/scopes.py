@@ -167,7 +167,7 @@ class _Accumulated(Observer):
 
 
 class _TorchAccumulated:
-    """The same of a layer of torch's: each batch runs on buffers of its own, which then hold its statistics."""
+    """The same of a layer of torch's: each batch runs on copies of the buffers, which then hold its statistics."""
 
     def __init__(self, layer: _NormBase, guard: bool) -> None:
         self.layer, self.guard, self.active = layer, guard, True
@@ -177,7 +177,7 @@ class _TorchAccumulated:
         self.hooks = (
             layer.register_forward_pre_hook(self.before),
             # Scopes nest, as those of _hook do.
-            layer.register_forward_hook(self.after, always_call=True, prepend=True),
+            layer.register_forward_hook(self.after, always_call=True, prepend=True, with_kwargs=True),
         )
 
     def __getstate__(self) -> dict[str, Any]:  # a copy of the layer has the hooks too, and they do nothing
@@ -194,22 +194,22 @@ class _TorchAccumulated:
         self.held.append((dict(module._buffers), module.momentum))
         module.momentum = 1.0
         for name, buffer in module._buffers.items():
-            if buffer is not None:  # no batch has a variance of -1: that is how one is known that did not move it
-                module._buffers[name] = torch.full_like(buffer, -1)
+            module._buffers[name] = None if buffer is None else buffer.clone()
 
     @torch.no_grad()
-    def after(self, module: Any, args: Any, out: Any) -> None:
-        before = self.held.pop()
-        if before is None:
+    def after(self, module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        held = self.held.pop()
+        if held is None:
             return
-        own = module._buffers["running_mean"], module._buffers["running_var"]
-        module.momentum = before[1]
-        module._buffers.update(before[0])
+        copies, (buffers, module.momentum) = dict(module._buffers), held
+        module._buffers.update(buffers)
         if out is None or in_backward():  # the call failed, or checkpointing runs it again
             return
-        x = args[0]
-        mean, var = (t.to(widest(x.device)) for t in own)
-        moved = (var != -1).any()
+        x = args[0] if args else kwargs["input"]
+        # A scope inside may have kept the batch from the copies. Instance norms do not count batches.
+        signs = ("running_mean", "running_var") if self.of_samples else ("num_batches_tracked",)
+        moved = torch.stack([(copies[n] != buffers[n]).any() for n in signs]).any()  # type: ignore[union-attr]
+        mean, var = (copies[n].to(widest(x.device)) for n in ("running_mean", "running_var"))  # type: ignore[union-attr]
         if self.guard:
             moved = moved & mean.isfinite().all() & var.isfinite().all()
         if self.of_samples:
