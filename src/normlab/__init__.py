@@ -17,15 +17,16 @@ from .layers import *
 from .model.calibrate import calibrate
 from .model.convert import convert, undo
 from .model.draw import draw
-from .model.fixup import fixup, fixup_parameters
+from .model.fixup import fixup
 from .model.fold import fold
 from .model.fuse import fuse
 from .model.mixtures import harden, importance, set_radius
 from .model.official import OfficialKeys, load_official
+from .model.parameter_groups import clip_gradients, parameter_groups
 from .model.plain_layers import merge_sandwich
 from .model.report import Report, report
 from .model.routing import keep_route, route
-from .model.scopes import frozen, guarded, no_update, with_batch_statistics
+from .model.scopes import accumulated, frozen, guarded, no_update, with_batch_statistics
 from .model.sync import sync, unsync
 from .model.targets import TARGETS
 from .statistics.base import Statistics
@@ -65,13 +66,14 @@ __all__ = [
     "Single",
     "Statistics",
     "StyleMoments",
+    "accumulated",
     "backend",
     "build_host",
     "calibrate",
+    "clip_gradients",
     "convert",
     "draw",
     "fixup",
-    "fixup_parameters",
     "fold",
     "frozen",
     "fuse",
@@ -84,6 +86,7 @@ __all__ = [
     "merge_sandwich",
     "no_update",
     "normalize",
+    "parameter_groups",
     "predict_statistics",
     "register",
     "report",

@@ -349,7 +349,7 @@ def test_averaged_weights_are_averages_with_statistics_of_their_own():
     has_statistics_of_its_weights(model, history, settings, data)
 
 
-@pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)"])
+@pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)", "torch(momentum=None)"])
 def test_layers_that_average_all_batches_are_tested_with_statistics_of_the_weights_as_they_are(norm):
     settings, data = replace(TINY, norm=norm, epochs=2, augment=False), tiny_data()
     model, history = trained(settings, data)
@@ -617,3 +617,20 @@ def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
         nn.Conv2d(data.channels, 4, 3), normlab.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(1, 10)
     )
     assert acts(quick.fused(refusing, ctx)) == 1  # by its graph alone: the example is not to its taste
+
+
+def test_sparse_mixtures_learn_slowly_and_their_gradients_are_clipped(monkeypatch):
+    """The logits take steps of at most a tenth of the rate together, however steep the loss."""
+
+    class Steep(Classify):
+        def step(self, model, batch, ctx):
+            found = super().step(model, batch, ctx)
+            return found | {"loss": 1e6 * found["loss"]}
+
+    settings = replace(TINY, norm="sparse_switchable", epochs=1, momentum=0.0, schedule="constant", lr=1e-3)
+    before, steps = model_of(settings, tiny_data()), 40 // TINY.batch_size + 1
+    model, _ = trained(settings, tiny_data(), recipe=Steep())
+    logits = [n for n, _ in model.named_parameters() if n.endswith(("mean_weight", "var_weight"))]
+    assert logits
+    start, end = (torch.cat([m.get_parameter(n).detach() for n in logits]) for m in (before, model))
+    assert 0 < (end - start).norm() <= steps * 1e-4

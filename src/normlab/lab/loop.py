@@ -26,6 +26,7 @@ from ..engine.backends import backend
 from ..engine.messages import check_model
 from ..engine.numerics import widest
 from ..model.calibrate import averaging, calibrate, estimate, tracking
+from ..model.parameter_groups import clip_gradients
 from .data import check_data
 from .errors import LabError
 from .optimizers import learning_rate
@@ -241,6 +242,7 @@ class _Trainer:
             self.ranks.sum_gradients(own)
             if settings.clip:
                 nn.utils.clip_grad_norm_(own, settings.clip, foreach=True)
+            clip_gradients(optimizer)
             optimizer.step()
         if self.state.averaged is not None:
             self._average()

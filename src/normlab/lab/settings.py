@@ -57,7 +57,7 @@ class Settings:
     momentum: float = _number(0.9, 0, 1, help="momentum of SGD")
     nesterov: bool = _other(False, help="Nesterov's momentum")
     weight_decay: float = _number(5e-4, 0, help="weight decay")
-    decay_all: bool = _other(True, help="decay every parameter; false: only those of two or more dimensions")
+    decay_all: bool = _other(True, help="decay every parameter; false: not norm layers, nor vectors")
     schedule: str = _choice("cosine", "cosine", "constant", "step", help="learning rate over epochs")
     milestones: tuple[int, ...] = _other((), help="epochs after which schedule 'step' multiplies by gamma")
     gamma: float = _number(0.1, 0, help="factor of schedule 'step'", above=True)

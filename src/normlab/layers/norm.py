@@ -22,7 +22,7 @@ from ..statistics.names import parse_statistics
 from ..statistics.plans import Plan, Pooled, Segments
 from ..statistics.pools import Pool
 from ..statistics.running import Policy, Track
-from .affine_maps import collapsed, predictor_tensors, separate
+from .affine_maps import collapsed, inside_ddp, predictor_tensors, separate
 from .checks import (
     SHAPES,
     as_node,
@@ -108,7 +108,7 @@ class Norm(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of torch's batch norm, which some layers are too
         check_arguments(
             num_features=num_features, num_classes=num_classes, eps=eps, momentum=momentum, init_std=init_std,
             track_running_stats=track_running_stats, key_size=key_size, ghost=ghost,
@@ -138,7 +138,7 @@ class Norm(nn.Module):
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
         self._run_shape: tuple[int, ...] | None = None
-        self._read: tuple[list[Any], Tensor] | None = None  # running statistics as training last read them
+        self._reads = running.Reads()  # running statistics as calls in training read them
         per_branch = "branch" in self.affine_terms or self.track_running_stats
         separated = branches is not None and (per_branch or any(p.over_batch for p in statistics.pools))
         self.wants = frozenset(
@@ -239,6 +239,8 @@ class Norm(nn.Module):
 
     def reset_running_stats(self) -> None:
         """Running statistics as they were at construction."""
+        if not self.track_running_stats:
+            return
         for names in self._buffers_of:
             if names is not None:
                 getattr(self, names[0]).zero_()
@@ -324,7 +326,7 @@ class Norm(nn.Module):
             if found is None:
                 return None
             label, branch = found[0], 0 if found[1] is None else found[1]
-            if not isinstance(branch, int):
+            if not isinstance(branch, int) or (self.branches is not None and inside_ddp()):
                 return None
         elif condition is not None:
             return None
@@ -488,8 +490,8 @@ class Norm(nn.Module):
         # What the layer can take over from plain batch norm is completed in place, so torch's strict check sees it.
         order_branches(self, state_dict, prefix, local_metadata.get("branches"))
         complete_state(self, state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        nn.Module._load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         stored = getattr(self, "run_shape", None)
         if stored is not None and not stored.is_meta:

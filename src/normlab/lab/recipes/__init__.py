@@ -61,7 +61,7 @@ class Phase(NamedTuple):
     """One optimizer's share of a step."""
 
     name: str
-    parameters: Iterable[Any]  # parameters or groups, as optimizers take them
+    parameters: nn.Module | Iterable[Any]  # a model's, or parameters or groups, as optimizers take them
     compute: Callable[[nn.Module, Batch, Context], dict[str, Tensor]]  # "loss" is minimised, all are logged
 
 
@@ -95,7 +95,7 @@ class Recipe:
         model(batch.x)
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
-        return [Phase("model", model.parameters(), self.step)]
+        return [Phase("model", model, self.step)]
 
     def start_epoch(self, model: nn.Module, progress: float) -> bool:
         """Called before each epoch with the share of training done, for schedules inside the model.

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import fixup_parameters, set_radius
+from ... import set_radius
 from ...engine.messages import words
 from ...engine.numerics import widest
 from ...layers import SparseSwitchNorm
-from ...model.fixup import Bias, Scale
 from ..errors import LabError
 from ..mixing import branches_of
 from ..predict import among, check_logits
@@ -22,7 +21,7 @@ _TEST_BATCH = 1000
 
 
 class Classify(Recipe):
-    """Cross entropy, with label smoothing if asked; Fixup's scalars learn at a tenth of the rate."""
+    """Cross entropy, with label smoothing if asked."""
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         logits = check_logits(model, model(batch.x), batch.x, ctx.data)  # [B, classes]
@@ -50,9 +49,7 @@ class Classify(Recipe):
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         self.check(model)
-        fixed = any(isinstance(m, (Bias, Scale)) for m in model.modules())
-        parameters = fixup_parameters(model, ctx.settings.lr) if fixed else model.parameters()
-        return [Phase("model", parameters, self.step)]
+        return [Phase("model", model, self.step)]
 
     def start_epoch(self, model: nn.Module, progress: float) -> bool:
         """Set the radius of sparse switchable norms. Weights that became one-hot are no longer learned."""
