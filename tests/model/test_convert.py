@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchvision
 from timm.layers import norm as timm_norm
 from timm.layers.norm_act import BatchNormAct2d, FrozenBatchNormAct2d, GroupNormAct, LayerNormAct, LayerNormAct2d
+from timm.models import reparameterize_model
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.utils.parametrizations import spectral_norm
@@ -587,13 +588,109 @@ def test_activation_and_dropout_of_a_fused_layer_are_not_lost():
     fused = BatchNormAct2d(8, act_layer=nn.SiLU, drop_layer=lambda: nn.Dropout2d(0.5))
     model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), fused).eval()
     convert(model, "auxiliary")
-    assert isinstance(model[1], NormAct)
+    assert isinstance(model[1], normlab.AuxiliaryBatchNorm2d)
     assert isinstance(model[1].act, nn.SiLU)
     assert isinstance(model[1].drop, nn.Dropout2d)
-    convert(model, "group", num_groups=2)  # again: the norm inside
-    assert isinstance(model[1].norm, normlab.GroupNorm2d)
+    convert(model, "group", num_groups=2)  # again: what follows stays
+    assert isinstance(model[1], normlab.GroupNorm2d)
+    assert isinstance(model[1].act, nn.SiLU)
+    convert(model, lambda channels: nn.GroupNorm(2, channels))
+    assert isinstance(model[1], NormAct)
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(model(x), nn.functional.silu(model[1].norm(model[0](x))))
     undo(model)
     assert model[1] is fused
+
+
+def with_learned_activation() -> Any:
+    run = image(8, dtype=torch.float32)
+    fused = BatchNormAct2d(8, act_layer=nn.PReLU, act_kwargs={"init": 0.1, "inplace": None}, drop_layer=None)
+    return pretrained(nn.Sequential(nn.Conv2d(3, 8, 3), fused), run), run
+
+
+@pytest.mark.parametrize("to", ["batch", nn.BatchNorm2d, "switchable", "group"])
+def test_keys_stay_where_an_activation_is_inside(to):
+    """A file from before the conversion loads after it; one from after converting to batch norm loads before."""
+    model, run = with_learned_activation()
+    wanted, saved = evaluate(model, run), copy.deepcopy(model.state_dict())
+    new: Any = convert(copy.deepcopy(model), to)
+    names = {n for n, _ in model.named_parameters()}
+    assert isinstance(new[1], NormAct) or names <= {n for n, _ in new.named_parameters()}
+    with torch.no_grad():
+        for t in new.parameters():
+            t.uniform_(0.2, 0.3)
+    kept = dict(new.state_dict())
+    if to == "group":  # which has no place for running statistics
+        found = new.load_state_dict(saved, strict=False)
+        assert {n.rpartition(".")[2] for n in found.unexpected_keys} == {
+            "running_mean", "running_var", "num_batches_tracked",
+        }  # fmt: skip
+        assert not found.missing_keys
+        assert new[1].weight.equal(model[1].weight) and new[1].bias.equal(model[1].bias)
+        assert new[1].act.weight.equal(model[1].act.weight)
+        return
+    new.load_state_dict(saved)
+    close(evaluate(new, run), wanted, "switchable" if to == "switchable" else "")
+    if to == "switchable":
+        return
+    assert list(kept) == list(saved)
+    model.load_state_dict(kept)
+    new.load_state_dict(kept)
+    close(evaluate(model, run), evaluate(new, run))
+    assert model[1].act.weight.equal(kept["1.act.weight"])
+
+
+def test_layers_with_an_activation_are_copied_saved_folded_and_fused():
+    model, run = with_learned_activation()
+    wanted = evaluate(model, run)
+    convert(model, "switchable")
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(model), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    close(evaluate(loaded, run), wanted, "switchable")
+    assert evaluate(undo(loaded), run)[0].equal(wanted[0])
+    convert(undo(model), "batch")
+    folded: Any = normlab.fold(model)
+    close(evaluate(folded, run), wanted)
+    assert not any(isinstance(m, normlab.Norm) for m in folded.modules())
+    convert(undo(model), "instance")
+    wanted = evaluate(model, run)
+    folded = normlab.fold(model, inputs=torch.randn(2, 3, 8, 8))
+    close(evaluate(folded, run), wanted)
+    assert [type(m) for m in folded[1]] == [nn.InstanceNorm2d, nn.Identity, nn.PReLU]
+    assert report(folded).converted[0].after == "InstanceNorm2d"
+
+
+def test_fuse_takes_activations_that_timm_has_inside_its_layers():
+    run = image(64)
+    model = pretrained(timm.create_model("efficientnet_b0", num_classes=10).double(), run)
+    wanted = evaluate(model, run)
+    convert(model, "batch")
+    fused: Any = normlab.fuse(model, torch.randn(2, 3, 64, 64, dtype=torch.float64))
+    close(evaluate(fused, run), wanted)
+    acts = [fused.get_submodule(n).act for n in ("bn1", "blocks.1.0.bn2", "blocks.1.0.bn3")]
+    assert acts == ["silu", "silu", None]
+    assert list(fused.state_dict()) == list(model.state_dict())
+    assert isinstance(model.bn1.act, nn.SiLU)
+    close(evaluate(model, run), wanted)
+
+
+def test_timm_reparameterizes_a_converted_model():
+    run = image(64)
+    model = pretrained(timm.create_model("repvgg_a0", num_classes=10).double(), run)
+    wanted = evaluate(model, run)
+    convert(model, "batch")
+    merged = reparameterize_model(model)
+    close(evaluate(merged, run), wanted)
+    assert not any(isinstance(m, normlab.Norm) for m in merged.modules())
+
+
+def test_an_activation_that_was_not_there_is_another_function():
+    for to in ("batch", lambda channels: normlab.BatchNorm2d(channels, act="relu")):
+        options: dict[str, Any] = {"act": "relu"} if to == "batch" else {}
+        model = convert(small(nn.BatchNorm2d(8)), to, **options)
+        assert report(model).converted[0].kept == NEW
 
 
 def test_shared_modules_stay_shared():

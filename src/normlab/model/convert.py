@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.messages import check_model, words
+from ..layers import Norm
 from .description import Plain, channels_at_end, hooks_of, is_norm, read
 from .originals import Original, original_of, place_of
 from .report import Converted, Report, Skipped, nothing_to_convert
@@ -25,14 +26,36 @@ from .weights import normalize_weights, restore_weight
 
 
 class NormAct(nn.Module):
-    """A normalization layer, then dropout and activation: in place of a layer that did all three."""
+    """A layer that is not normlab's, then dropout and activation: in place of a layer that did all three.
+
+    State dicts have the keys of that layer, and what is not found here is looked up in ``norm``: the weight, for one.
+    """
 
     def __init__(self, norm: nn.Module, drop: nn.Module, act: nn.Module) -> None:
         super().__init__()
         self.norm, self.drop, self.act = norm, drop, act
+        self.register_state_dict_post_hook(_without_norm)
+        self.register_load_state_dict_pre_hook(_with_norm)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("norm"), name)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.drop(self.norm(x)))
+
+
+def _without_norm(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key in [k for k in state if k.startswith(prefix)]:  # all of them, which keeps their order
+        state[prefix + key.removeprefix(prefix).removeprefix("norm.")] = state.pop(key)
+
+
+def _with_norm(module: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name in module.norm.state_dict():
+        if prefix + name in state:
+            state[f"{prefix}norm.{name}"] = state.pop(prefix + name)
 
 
 def convert(
@@ -149,7 +172,11 @@ def _finished(
     """Mode, hooks, what followed inside the layer, and the way back."""
     if source.after:
         rest = deepcopy(dict(source.after))  # an activation may learn, and the old layer keeps its values
-        new = NormAct(new, rest.get("drop", nn.Identity()), rest.get("act", nn.Identity()))
+        drop, act = (rest.get(name, nn.Identity()) for name in ("drop", "act"))
+        if isinstance(new, Norm) and not new._followed:
+            new.follow(drop, act)
+        else:
+            new = NormAct(new, drop, act)
     for child in new.modules():
         child.training = module.training
     carry_hooks(new, module)

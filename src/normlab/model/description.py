@@ -116,9 +116,9 @@ def read(module: nn.Module, *, branch: str | None = None, label: int | None = No
     ``branch`` and ``label`` choose where a layer of normlab has several affine maps or sets of statistics.
     """
     if isinstance(module, Norm):
-        if module.act is not None:
-            return f"applies {module.act} too; convert or fold the model that it was fused from, or set act=None"
-        return _read_own(module, branch, label)
+        if module.fused_act is not None:
+            return f"applies {module.fused_act} too; convert or fold the model that it was fused from, or set act=None"
+        return replace(_read_own(module, branch, label), after=_after(module))
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return "not initialized yet; run one batch through the model first"
     if is_parametrized(module):
@@ -170,6 +170,10 @@ def _unknown(module: nn.Module) -> str:
     return "not a layer that is known by type or name"
 
 
+def _after(module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+    return tuple((n, m) for n in ("drop", "act") if isinstance(m := module._modules.get(n), nn.Module))
+
+
 def _eps_of(module: Any) -> float:
     if module.eps is not None:
         return module.eps
@@ -204,7 +208,7 @@ def _read_torch(module: Any, kind: str, dims: int | None) -> Plain:
         frozen=frozenset(fixed),
         synchronized=isinstance(module, nn.SyncBatchNorm),
         process_group=getattr(module, "process_group", None),
-        after=tuple((n, m) for n in ("drop", "act") if isinstance(m := getattr(module, n, None), nn.Module)),
+        after=_after(module),
     )  # fmt: skip
 
 

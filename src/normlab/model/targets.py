@@ -95,6 +95,8 @@ class LayerMaker:
         if self.keep:
             kept, more = take_over(new, module, source)
             notes += more
+        if isinstance(new, Norm) and (new.fused_act is not None or new._followed):
+            kept = NEW  # whatever it normalizes, an activation follows that was not there
         _freeze(new, source)
         return new, kept, notes
 
