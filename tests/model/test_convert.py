@@ -17,8 +17,23 @@ import torch
 import torch.distributed as dist
 import torchvision
 from timm.layers import norm as timm_norm
-from timm.layers.norm_act import BatchNormAct2d, FrozenBatchNormAct2d, GroupNormAct, LayerNormAct, LayerNormAct2d
-from timm.models import reparameterize_model
+from timm.layers.evo_norm import EvoNorm2dB0, EvoNorm2dS0a
+from timm.layers.filter_response_norm import FilterResponseNormAct2d, FilterResponseNormTlu2d
+from timm.layers.grn import GlobalResponseNorm
+from timm.layers.inplace_abn import InplaceAbn
+from timm.layers.norm_act import (
+    BatchNormAct2d,
+    FrozenBatchNormAct2d,
+    GroupNormAct,
+    LayerNormAct,
+    LayerNormAct2d,
+    LayerNormActFp32,
+    RmsNormAct,
+    RmsNormAct2d,
+    RmsNormActFp32,
+)
+from timm.layers.split_batchnorm import SplitBatchNorm2d
+from timm.models import metaformer, reparameterize_model
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.utils.parametrizations import spectral_norm
@@ -327,6 +342,13 @@ SOURCES: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (lambda: FrozenBatchNormAct2d(8), "batch", {}, SAME),
     (lambda: GroupNormAct(8, 2, act_layer=nn.SiLU), "group", {}, SAME),
     (lambda: LayerNormAct2d(8, act_layer=nn.GELU, inplace=False), "positional", {}, SAME),
+    (lambda: metaformer.LayerNorm2dNoBias(8), "positional", {}, SAME),
+    (lambda: metaformer.LayerNorm2dNoBias(8), "layer", {}, NEW),
+    (lambda: metaformer.GroupNorm1NoBias(8), "layer", {}, SAME),
+    (lambda: timm_norm.RmsNorm2d(8), "positional", {}, SAME),
+    (lambda: timm_norm.RmsNorm2d(8), "positional", {"centered": True}, NEW),
+    (lambda: RmsNormAct2d(8, act_layer=nn.SiLU), "positional", {}, SAME),
+    (lambda: normlab.PositionalNorm2d(8, centered=False), "positional", {}, SAME),
     (lambda: normlab.BatchNorm2d(8), "sandwich", {"num_classes": 3}, SAME),
     (lambda: normlab.BatchRenorm2d(8), "batch", {}, SAME_IN_EVALUATION),
     (lambda: normlab.KalmanNorm2d(8), "batch", {}, SAME_IN_EVALUATION),
@@ -691,6 +713,49 @@ def test_an_activation_that_was_not_there_is_another_function():
         options: dict[str, Any] = {"act": "relu"} if to == "batch" else {}
         model = convert(small(nn.BatchNorm2d(8)), to, **options)
         assert report(model).converted[0].kept == NEW
+
+
+@pytest.mark.parametrize(
+    ("make", "to"),
+    [
+        (lambda: metaformer.LayerNormNoBias(8), "layer_last"),
+        (lambda: LayerNormAct(8), "layer_last"),
+        (lambda: LayerNormActFp32(8), "layer_last"),
+        (lambda: RmsNormAct(8), "rms_last"),
+        (lambda: RmsNormActFp32(8), "rms_last"),
+    ],
+)
+def test_layers_of_timm_that_normalize_the_last_axis(make, to):
+    layer: Any = make()
+    nn.init.uniform_(layer.weight, 0.5, 1.5)
+    x = torch.randn(2, 5, 8)
+    wanted = layer(x)
+    model: Any = nn.Sequential(layer)
+    convert(model, to)
+    assert report(model).converted[0].kept == SAME
+    assert isinstance(model[0], normlab.Norm) and model[0].statistics.label == to
+    torch.testing.assert_close(model(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: timm_norm.SimpleNorm(8), "unbiased deviation of the last axis"),
+        (lambda: timm_norm.SimpleNorm2d(8), "of the channels at each position"),
+        (lambda: EvoNorm2dB0(8), "EvoNorm"),
+        (lambda: EvoNorm2dS0a(8), "EvoNorm"),
+        (lambda: FilterResponseNormTlu2d(8), "'filter_response' is that layer"),
+        (lambda: FilterResponseNormAct2d(8), "'filter_response' is that layer"),
+        (lambda: GlobalResponseNorm(8), "'global_response' is that layer"),
+        (lambda: SplitBatchNorm2d(8), "convert the model before convert_splitbn_model"),
+        (lambda: InplaceAbn(8), "kernels of inplace_abn"),
+    ],
+)
+def test_layers_of_timm_that_stay_say_what_they_are(make, reason):
+    model = nn.Sequential(make(), nn.BatchNorm2d(8))
+    convert(model, "switchable")
+    ((name, _, found),) = report(model).skipped
+    assert name == "0" and reason in found
 
 
 def test_shared_modules_stay_shared():

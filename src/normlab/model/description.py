@@ -94,11 +94,48 @@ _NAMED: dict[str, tuple[str, int | None]] = {
     "timm.layers.norm_act.GroupNorm1Act": ("group", None),
     "timm.layers.norm_act.LayerNormAct2d": ("positional", 2),
     "timm.layers.norm_act.LayerNormAct2dFp32": ("positional", 2),
+    "timm.layers.norm_act.LayerNormAct": ("layer_last", None),
+    "timm.layers.norm_act.LayerNormActFp32": ("layer_last", None),
+    "timm.layers.norm.RmsNorm2d": ("rms_positional", 2),
+    "timm.layers.norm.RmsNorm2dFp32": ("rms_positional", 2),
+    "timm.layers.norm_act.RmsNormAct": ("rms_last", None),
+    "timm.layers.norm_act.RmsNormActFp32": ("rms_last", None),
+    "timm.layers.norm_act.RmsNormAct2d": ("rms_positional", 2),
+    "timm.layers.norm_act.RmsNormAct2dFp32": ("rms_positional", 2),
+    "timm.models.metaformer.GroupNorm1NoBias": ("group", None),
+    "timm.models.metaformer.LayerNorm2dNoBias": ("positional", 2),
+    "timm.models.metaformer.LayerNormNoBias": ("layer_last", None),
+}
+_SIMPLE = "divides by the unbiased deviation {} and takes no mean off"
+_EVO = "is normalization and activation in one formula, EvoNorm"
+_RESPONSE = (
+    "divides each channel by its root mean square; 'filter_response' is that layer, and a model with batch norm "
+    "converts to it"
+)
+# What is known by name and stays as it is, and why.
+_STAYS = {
+    **{f"timm.layers.norm.{n}": _SIMPLE.format("of the last axis") for n in ("SimpleNorm", "SimpleNormFp32")},
+    **{
+        f"timm.layers.norm.{n}": _SIMPLE.format("of the channels at each position")
+        for n in ("SimpleNorm2d", "SimpleNorm2dFp32")
+    },
+    **{f"timm.layers.evo_norm.EvoNorm2d{n}": _EVO for n in ("B0", "B1", "B2", "S0", "S0a", "S1", "S1a", "S2", "S2a")},
+    **{f"timm.layers.filter_response_norm.FilterResponseNorm{n}2d": _RESPONSE for n in ("Tlu", "Act")},
+    "timm.layers.grn.GlobalResponseNorm": (
+        "scales each channel by its share of all channels' norms and adds its input; 'global_response' is that layer"
+    ),
+    "timm.layers.inplace_abn.InplaceAbn": (
+        "is batch norm and activation in kernels of inplace_abn; make the model with norm_layer='batchnorm2d'"
+    ),
+    "timm.layers.split_batchnorm.SplitBatchNorm2d": (
+        "has a batch norm for each part of the batch; convert the model before convert_splitbn_model, to 'auxiliary'"
+    ),
 }
 _POSITIONS = {
     "positional": Positional(),
     "layer_last": Positional(at_end=True),
     "rms_last": Positional(centered=False, at_end=True),
+    "rms_positional": Positional(centered=False),
 }
 _OTHERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -107,7 +144,8 @@ _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a normalization layer, or at least goes by that name."""
     named = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
-    return named or isinstance(module, (Norm, *_OTHERS)) or _kind(module) is not None
+    known = _kind(module) is not None or _name(module) in _STAYS
+    return named or known or isinstance(module, (Norm, *_OTHERS))
 
 
 def read(module: nn.Module, *, branch: str | None = None, label: int | None = None) -> Plain | str:
@@ -157,11 +195,16 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 
 def _kind(module: nn.Module) -> tuple[str, int | None] | None:
-    found = type(module)
-    return _TORCH.get(found) or _NAMED.get(f"{found.__module__}.{found.__qualname__}")
+    return _TORCH.get(type(module)) or _NAMED.get(_name(module))
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _unknown(module: nn.Module) -> str:
+    if _name(module) in _STAYS:
+        return _STAYS[_name(module)]
     if isinstance(module, (nn.LocalResponseNorm, nn.CrossMapLRN2d)):
         return "normalizes each value by its neighbours, without statistics"
     known = next((b for b in type(module).__mro__[1:] if b in _TORCH), None)

@@ -111,6 +111,8 @@ class LayerMaker:
             from_source["momentum"] = source.momentum
         if source.groups is not None and self._makes(layers.GroupNorm):
             from_source["num_groups"] = source.groups
+        if source.positional is not None:
+            from_source["centered"] = source.positional.centered
         if not (self.named or inspect.isclass(self.make)):
             from_source = {}
         options = {k: v for k, v in {**self.defaults, **from_source}.items() if k in self.takes} | self.given
