@@ -21,6 +21,7 @@ from .model.fixup import fixup, fixup_parameters
 from .model.fold import fold
 from .model.fuse import fuse
 from .model.mixtures import harden, importance, set_radius
+from .model.norm_layer import norm_layer
 from .model.plain_layers import merge_sandwich
 from .model.report import Report, report
 from .model.routing import keep_route, route
@@ -80,6 +81,7 @@ __all__ = [
     "keep_route",
     "merge_sandwich",
     "no_update",
+    "norm_layer",
     "normalize",
     "predict_statistics",
     "register",

@@ -23,6 +23,9 @@ _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
 SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
 
 
+_LAST = "; 'layer_last' and 'rms_last' read them there"
+
+
 def check_dtype(dtype: Any) -> None:
     if dtype is not None and dtype not in _DTYPES:
         raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}")
@@ -64,7 +67,7 @@ def check_input(layer: Norm, x: Tensor) -> None:
         _check_place(layer, x)
     if x.shape[1] != layer.num_features:
         last = x.dim() > 2 and x.shape[-1] == layer.num_features
-        hint = "; the channels seem to be last, call x.movedim(-1, 1)" if last else ""
+        hint = f"; the channels seem to be last, call x.movedim(-1, 1){_LAST}" if last else ""
         raise ValueError(
             f"{type(layer).__name__} has {layer.num_features} channels; got {x.shape[1]} in {list(x.shape)}{hint}"
         )
@@ -87,7 +90,7 @@ def _check_place(layer: Norm, x: Tensor) -> None:
 def check_last_axis(layer: Norm, x: Any) -> None:
     if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] != layer.num_features:
         first = x.shape[1] == layer.num_features
-        hint = "; the channels seem to be second, call x.movedim(1, -1)" if first else ""
+        hint = "; the channels seem to be second, call x.movedim(1, -1); 'positional' reads them there" if first else ""
         raise ValueError(
             f"{type(layer).__name__} reads {layer.num_features} channels from the last axis; got {x.shape[-1]} in "
             f"{list(x.shape)}{hint}"
@@ -108,6 +111,8 @@ def check_residual(layer: Norm, x: Tensor, residual: Tensor) -> None:
 def _rank_hint(layer: Norm, x: Tensor) -> str:
     if x.dim() + 1 in (_RANKS[layer.dims] if layer.dims else (2,)) and x.shape[:1] == (layer.num_features,):
         return "; if that is one sample, add the batch dimension: x.unsqueeze(0)"
+    if x.dim() > 2 and x.shape[-1] == layer.num_features != x.shape[1]:
+        return f"; the channels seem to be last{_LAST}"
     name = type(layer).__name__
     if layer.dims is not None and name.endswith(f"{layer.dims}d"):
         for dims, ranks in _RANKS.items():

@@ -46,6 +46,21 @@ TARGETS: Mapping[str, Normalizer] = _Targets()
 _INSTANCE = (layers.InstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
+def check_target(to: str, options: Mapping[str, Any], call: str) -> list[str]:
+    """The options that a target takes; an error where it does not exist or those given are not for it."""
+    if to not in TARGETS:
+        raise ValueError(f"there is no target {to!r}; {nearest(to, TARGETS)}")
+    for name in TARGETS[to].required:
+        if options.get(name) is None:
+            raise ValueError(f"{to!r} needs {name}=...: {call}, {name}=...)")
+    takes = options_of(to, options)
+    # Channels, device and dtype are those of the layer that is replaced.
+    for name in options.keys() - {*takes}:
+        hint = nearest(name, sorted(takes)) if takes else "it takes none"
+        raise TypeError(f"{to!r} takes no option {name!r}; {hint}")
+    return takes
+
+
 class LayerMaker:
     """Makes the new layers of one conversion."""
 
@@ -56,22 +71,13 @@ class LayerMaker:
         self.defaults: Mapping[str, Any] = {}
         self.make: Any
         if isinstance(to, str):
-            if to not in TARGETS:
-                raise ValueError(f"there is no target {to!r}; {nearest(to, TARGETS)}")
+            self.takes = set(check_target(to, options, f"convert(model, {to!r}"))
             self.defaults = TARGETS[to].options
             self.make = family(to, options)
-            for name in TARGETS[to].required:
-                if options.get(name) is None:
-                    raise ValueError(f"{to!r} needs {name}=...: convert(model, {to!r}, {name}=...)")
         elif callable(to):
-            self.make = to
+            self.make, self.takes = to, _parameters(to)
         else:
             raise TypeError(f"to is a name, a class or a function of the number of channels; got {type(to).__name__}")
-        self.takes = set(options_of(self.named, options)) if self.named else _parameters(self.make)
-        # Channels, device and dtype are those of the layer that is replaced.
-        for name in options.keys() - self.takes if self.named else ():
-            hint = nearest(name, sorted(self.takes)) if self.takes else "it takes none"
-            raise TypeError(f"{self.title!r} takes no option {name!r}; {hint}")
 
     def __call__(
         self, module: nn.Module, source: Plain, device: torch.device, dtype: torch.dtype | None
