@@ -980,3 +980,91 @@ def test_mistakes_are_told_in_sentences():
     convert(model, "none")
     with pytest.raises(ValueError, match=r"it has no normalization layer; undo\(model\) puts back"):
         convert(model, "group")
+
+
+# --- residual blocks that start as the identity -------------------------------------------------------------------
+
+
+def starts_at_zero(model: nn.Module) -> set[str]:
+    norms = ((n, m) for n, m in model.named_modules() if is_norm(m))
+    return {n for n, m in norms if isinstance(w := getattr(m, "weight", None), Tensor) and not w.any()}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_last_gamma_is_what_torchvision_calls_zero_init_residual(name):
+    wanted = starts_at_zero(torchvision.models.get_model(name, zero_init_residual=True))
+    model = torchvision.models.get_model(name)
+    convert(model, "switchable", keep=False, last_gamma=True)
+    assert starts_at_zero(model) == wanted
+    assert {c.kept for c in report(model).converted} == {NEW}
+    assert f"{len(wanted)} residual blocks start as the identity; they end in layer1.0.bn" in str(report(model))
+    for module in model.modules():
+        if isinstance(module, normlab.SwitchNorm):
+            module.reset_parameters()
+    assert starts_at_zero(model) == wanted
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet26t", "seresnet50", "resnest14d"])
+def test_last_gamma_is_what_timm_calls_zero_init_last(name):
+    wanted = starts_at_zero(timm.create_model(name, zero_init_last=True))
+    model = timm.create_model(name, zero_init_last=False)
+    assert wanted and not starts_at_zero(model)
+    convert(model, normlab.SwitchNorm2d, keep=False, last_gamma=True)
+    assert starts_at_zero(model) == wanted
+
+
+BLOCKS = {
+    ("torchvision", "mobilenet_v2"): ("InvertedResidual", "features.16.conv.3", 10),
+    ("torchvision", "regnet_y_400mf"): ("ResBottleneckBlock", "trunk_output.block4.block4-5.f.c.1", 16),
+    ("timm", "efficientnet_b0"): ("InvertedResidual", "blocks.5.3.bn3", 9),
+    ("timm", "resnetv2_50"): ("PreActBottleneck", "stages.3.blocks.2.norm3", 16),  # then relu and a convolution
+}
+
+
+@pytest.mark.parametrize(("library", "name"), BLOCKS)
+def test_blocks_with_last_gamma_are_the_identity(library, name):
+    kind, last, number = BLOCKS[library, name]
+    make = timm.create_model if library == "timm" else torchvision.models.get_model
+    model = make(name).eval()
+    convert(model, "sparse_switchable", keep=False, last_gamma=True)
+    ends = starts_at_zero(model)
+    assert last in ends and len(ends) == number
+    seen: list[bool] = []
+
+    def compare(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        if args[0].shape == out.shape:
+            wanted = args[0].relu() if kind == "ResBottleneckBlock" else args[0]
+            seen.append(out.equal(wanted))
+
+    for block_name, block in model.named_modules():
+        if type(block).__name__ == kind and any(e.startswith(f"{block_name}.") for e in ends):
+            block.register_forward_hook(compare)
+    with torch.no_grad():
+        model(pictures(1, 3, 64, 64, dtype=torch.float32))
+    assert len(seen) >= 8 and all(seen)
+
+
+class PartsOfChannels(nn.Module):
+    """As in Res2Net: one part of the channels is added to what became of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.split(4, 1)
+        return self.norm(self.conv(first)) + second
+
+
+def test_last_gamma_where_no_block_ends_in_a_norm_layer():
+    for model in (small(nn.BatchNorm2d(8)), PartsOfChannels()):
+        with pytest.raises(ValueError, match=r"found no residual block of .* that ends in a norm layer"):
+            convert(model, "switchable", keep=False, last_gamma=True)
+        assert not starts_at_zero(model)
+    with pytest.raises(ValueError, match="keep=True keeps the function they have; give keep=False"):
+        convert(torchvision.models.resnet18(), "switchable", last_gamma=True)
+    with pytest.raises(ValueError, match="leaves all out"):
+        convert(torchvision.models.resnet18(), "switchable", keep=False, last_gamma=True, only="bn1")
+    model = torchvision.models.resnet18()
+    convert(model, "switchable", keep=False, last_gamma=False)
+    assert not starts_at_zero(model)

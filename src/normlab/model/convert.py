@@ -19,7 +19,8 @@ from ..engine.messages import check_model, words
 from ..layers import Norm
 from .description import Plain, channels_at_end, hooks_of, is_norm, read
 from .originals import Original, original_of, place_of
-from .report import Converted, Report, Skipped, nothing_to_convert
+from .report import Converted, Report, Skipped, nothing_to_convert, some
+from .residual import Blocks, residual_blocks
 from .targets import LayerMaker
 from .walk import Chosen, Only, carry_hooks, named, put
 from .weights import normalize_weights, restore_weight
@@ -77,6 +78,8 @@ def convert(
         only: convert the layers whose qualified name matches this regular expression, or for which
             ``only(name, module)`` is true.
         keep: start out computing the same function, where the target can. False: parameters as constructed.
+            ``last_gamma=True``, for switchable layers, needs False: the weights of those that end the branch of a
+            residual block start at zero, so that the block starts as the identity, and no others.
         verbose: print the report.
         options: arguments of the new layers, such as ``num_groups`` or ``num_classes``.
 
@@ -90,6 +93,8 @@ def convert(
     """
     check_model(model, "convert")
     maker, chosen = LayerMaker(to, options, keep), Chosen(only)
+    blocks = _blocks(model, keep) if maker.last_gamma else Blocks([], 0)
+    last = {id(module) for module in blocks.last}
     found = named(model, is_norm)
     done = Report(f"{type(model).__name__} converted to {maker.title}")
     made: dict[int, nn.Module] = {}
@@ -101,7 +106,7 @@ def convert(
         if isinstance(source, str):
             done.skipped.append(Skipped(names[0], type(module).__name__, source))
             continue
-        new, kept, notes = maker(module, source, *place_of(module, model))
+        new, kept, notes = maker(module, source, *place_of(module, model), id(module) in last)
         if channels_at_end(new) != channels_at_end(module):
             done.skipped.append(Skipped(names[0], type(module).__name__, _other_axis(module)))
             continue
@@ -113,6 +118,13 @@ def convert(
             done.notes.append(f"{names[0]} is also {words(names[1:])}, and stays one layer")
         if hooks_of(module):
             done.notes.append(f"hooks of {names[0] or 'the model'} run on the new layer too")
+    if last:
+        ends = [names[0] for names, module in found if id(module) in made and id(module) in last]
+        if not ends:
+            raise ValueError("last_gamma=True is for layers that end residual blocks, and only=... leaves all out")
+        done.notes.append(f"{len(ends)} residual blocks start as the identity; they end in {some(ends)}")
+        if blocks.others:
+            done.notes.append(f"{blocks.others} residual blocks do not end in a norm layer, and start as they did")
     if to == "weight":
         normalize_weights(model, chosen, done)
     if not done.converted:
@@ -126,6 +138,22 @@ def convert(
     if verbose:
         print(done)
     return model
+
+
+def _blocks(model: nn.Module, keep: bool) -> Blocks:
+    """The residual blocks that ``last_gamma=True`` is for, or an error."""
+    if keep:
+        raise ValueError(
+            "last_gamma=True starts residual blocks as the identity, and keep=True keeps the function they have; give "
+            "keep=False with it"
+        )
+    blocks = residual_blocks(model)
+    if not blocks.last:
+        raise ValueError(
+            f"last_gamma=True found no residual block of {type(model).__name__} that ends in a norm layer; convert "
+            "without it, and set the weights that should start at zero yourself, torch.nn.init.zeros_(layer.weight)"
+        )
+    return blocks
 
 
 def _other_axis(module: nn.Module) -> str:

@@ -48,9 +48,13 @@ class Report:
         for name, kind, reason in self.skipped:
             left.setdefault(f"{kind} stays: {reason}", []).append(name or "the model itself")
         for what, names in chain(changed.items(), left.items()):
-            shown = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
-            lines.append(f"  {len(names):3d} x {what} ({words(shown)})")
+            lines.append(f"  {len(names):3d} x {what} ({some(names)})")
         return "\n".join([*lines, *(f"  note: {n}" for n in dict.fromkeys(self.notes))])
+
+
+def some(names: list[str]) -> str:
+    """A few of the names, and how many more there are."""
+    return words(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def report(model: nn.Module) -> Report:

@@ -79,12 +79,20 @@ class LayerMaker:
         else:
             raise TypeError(f"to is a name, a class or a function of the number of channels; got {type(to).__name__}")
 
+    @property
+    def last_gamma(self) -> bool:
+        """Whether the last norm layer of each residual block, and only that, starts with a weight of zero."""
+        return bool(self.given.get("last_gamma")) and "last_gamma" in self.takes
+
     def __call__(
-        self, module: nn.Module, source: Plain, device: torch.device, dtype: torch.dtype | None
+        self, module: nn.Module, source: Plain, device: torch.device, dtype: torch.dtype | None, last: bool = False
     ) -> tuple[nn.Module, str, list[str]]:
+        """The new layer, whether it keeps the function, and notes. ``last``: it ends the branch of a residual block."""
         if self.make is nn.Identity:
             return nn.Identity(), NEW, []
         options, notes = self._options(source)
+        if self.last_gamma:
+            options["last_gamma"] = last
         if self.named:
             new = make_layer(self.named, source.channels, source.dims, options)
         else:
