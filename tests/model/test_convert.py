@@ -946,6 +946,41 @@ def test_the_report_is_for_people(capsys):
     )
 
 
+def test_the_log_has_one_line(caplog):
+    model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.LayerNorm([4, 4]))
+    with caplog.at_level("INFO", "normlab"):
+        convert(model, "ghost", ghost=2)
+    (line,) = caplog.records
+    assert (line.name, line.levelname) == ("normlab", "INFO")
+    assert line.getMessage() == (
+        "Sequential converted to ghost: 3 layers, 2 with the same function in evaluation mode, 1 with a new function; "
+        "1 left as they were, see normlab.report"
+    )
+
+
+def test_an_optimizer_that_was_made_before_is_told_of(caplog):
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8))
+    sentence = "SGD holds parameters that the model no longer has and would not train the new ones: make the optimizer"
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    convolutions = torch.optim.Adam(model[0].parameters())  # whose parameters stay
+    convert(model, "group", num_groups=2)
+    assert not caplog.records
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    convert(model, "batch")
+    assert sentence in caplog.text and sentence in str(report(model))
+    caplog.clear()
+    late = torch.optim.SGD(model.parameters(), lr=1.0)
+    undo(model)
+    assert f"undo: {sentence}" in caplog.text
+    caplog.clear()
+    assert early.param_groups and late.param_groups and other.param_groups and convolutions.param_groups
+    waiting: Any = torch.optim.AdamW(model.parameters())
+    waiting.itself = waiting  # gone, and not yet collected
+    del waiting, early
+    convert(model, "batch")
+    assert not caplog.records
+
+
 def test_torch_batch_norm_alone():
     model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8), normlab.SwitchNorm2d(8))
     convert_torch_batch_norm(model)

@@ -7,6 +7,7 @@ copy, on a part of the model and inside any wrapper.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -18,12 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ..engine.messages import check_model, words
 from ..layers import Norm
 from .description import Plain, channels_at_end, hooks_of, is_norm, read
+from .optimizers import left_behind
 from .originals import Original, original_of, place_of
 from .report import Converted, Report, Skipped, nothing_to_convert, some
 from .residual import Blocks, residual_blocks
 from .targets import LayerMaker
 from .walk import Chosen, Only, carry_hooks, named, put
 from .weights import normalize_weights, restore_weight
+
+_LOG = logging.getLogger("normlab")
 
 
 class NormAct(nn.Module):
@@ -71,7 +75,8 @@ def convert(
     """Replace the normalization layers of ``model``, in place, and return it.
 
     Device, dtype, mode, frozen parameters, eps, momentum and hooks are kept. Layers are known by exact type; what is
-    not known is left alone and listed in the :func:`report`. Make the optimizer afterwards: parameters are new.
+    not known is left alone and listed in the :func:`report`. Make the optimizer afterwards: parameters are new. The
+    logger ``normlab`` has one line on what was done, and a warning where an optimizer holds the old parameters.
 
     Args:
         to: a name of :data:`TARGETS`, or a function or class that makes a layer from the number of channels.
@@ -95,7 +100,7 @@ def convert(
     maker, chosen = LayerMaker(to, options, keep), Chosen(only)
     blocks = _blocks(model, keep) if maker.last_gamma else Blocks([], 0)
     last = {id(module) for module in blocks.last}
-    found = named(model, is_norm)
+    found, parameters = named(model, is_norm), list(model.parameters())
     done = Report(f"{type(model).__name__} converted to {maker.title}")
     made: dict[int, nn.Module] = {}
     heirs: dict[int, nn.Parameter] = {}
@@ -135,6 +140,10 @@ def convert(
     for module in model.modules():
         module.__dict__.pop("_normlab_report", None)
     model.__dict__["_normlab_report"] = done
+    _LOG.info("%s", done.summary())
+    if behind := left_behind(parameters, model):
+        done.notes.append(behind)
+        _LOG.warning("convert: %s", behind)
     if verbose:
         print(done)
     return model
@@ -169,7 +178,7 @@ def undo(model: nn.Module) -> nn.Module:
     """
     check_model(model, "undo")
     _check_values(model)
-    found = False
+    found, parameters = False, list(model.parameters())
     for module in list(model.modules()):
         for key, child in module._modules.items():
             if child is not None and original_of(child) is not None:
@@ -180,9 +189,11 @@ def undo(model: nn.Module) -> nn.Module:
             found = True
         module.__dict__.pop("_normlab_report", None)
     if original_of(model) is not None:
-        return _restored(model, model)
-    if not found:
+        model = _restored(model, model)
+    elif not found:
         raise ValueError(f"{type(model).__name__} has nothing to undo: it was not converted, or undone already")
+    if behind := left_behind(parameters, model):
+        _LOG.warning("undo: %s", behind)
     return model
 
 
