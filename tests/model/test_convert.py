@@ -982,10 +982,10 @@ def test_an_optimizer_that_was_made_before_is_told_of(caplog):
 
 
 def test_torch_batch_norm_alone():
-    model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8), normlab.SwitchNorm2d(8))
+    model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8), normlab.SwitchNorm2d(8), BatchNormAct2d(8))
     convert_torch_batch_norm(model)
-    assert [type(m).__name__ for m in model] == ["BatchNorm2d", "GroupNorm", "SwitchNorm2d"]
-    assert isinstance(model[0], normlab.Norm)
+    assert [type(m).__name__ for m in model] == ["BatchNorm2d", "GroupNorm", "SwitchNorm2d", "BatchNorm2d"]
+    assert isinstance(model[0], normlab.Norm) and isinstance(model[3], normlab.Norm)
     plain = nn.Sequential(nn.Linear(2, 2))
     assert convert_torch_batch_norm(plain) is plain
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.messages import check_model, words
 from ..layers import Norm
-from .description import Plain, channels_at_end, hooks_of, is_norm, read
+from .description import Plain, channels_at_end, hooks_of, is_batch_norm, is_norm, read
 from .optimizers import left_behind
 from .originals import Original, original_of, place_of
 from .report import Converted, Report, Skipped, nothing_to_convert, some
@@ -198,11 +198,10 @@ def undo(model: nn.Module) -> nn.Module:
 
 
 def convert_torch_batch_norm(model: nn.Module) -> nn.Module:
-    """Torch's batch norm layers as normlab's; a model without any is returned as it is."""
-    ours = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
-    if not any(type(m) in ours for m in model.modules()):
+    """Batch norm layers of torch and timm as normlab's; a model without any is returned as it is."""
+    if not any(is_batch_norm(m) for m in model.modules()):
         return model
-    return convert(model, "batch", only=lambda name, module: type(module) in ours)
+    return convert(model, "batch", only=lambda name, module: is_batch_norm(module))
 
 
 def _finished(

@@ -148,6 +148,11 @@ def is_norm(module: nn.Module) -> bool:
     return named or known or isinstance(module, (Norm, *_OTHERS))
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of torch or timm, also with an activation inside."""
+    return (_kind(module) or ("",))[0] == "batch"
+
+
 def read(module: nn.Module, *, branch: str | None = None, label: int | None = None) -> Plain | str:
     """What a normalization layer computes, or why nothing is known of it.
 
