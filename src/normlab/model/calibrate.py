@@ -156,8 +156,8 @@ def averaging(model: nn.Module) -> list[Tracking]:
     return [
         m
         for m in tracking(model)
-        if (m.momentum is None if isinstance(m, _BatchNorm) else m.share_of_new_batch is None and m.policy.update
-        and not m.statistics.reads_running)
+        if (m.share_of_new_batch is None and m.policy.update and not m.statistics.reads_running
+            if isinstance(m, Norm) else m.momentum is None)
     ]  # fmt: skip
 
 

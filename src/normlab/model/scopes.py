@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +74,14 @@ def _apply(model: nn.Module, change: dict[str, Any], *, mode: bool | None = None
             before = layer.policy
             layer.policy = replace(before, **change)
             undo.append(lambda layer=layer, before=before: setattr(layer, "policy", before))
-        elif isinstance(layer, _NormBase) and layer.track_running_stats:
+        elif _is_torch_norm(layer):
             undo.append(_hook(layer, mode, keep_finite))
     return _Undo(undo)
+
+
+def _is_torch_norm(layer: nn.Module) -> TypeGuard[_NormBase]:
+    """Whether this is a layer of torch's with running statistics. Some layers of normlab are torch's batch norm too."""
+    return isinstance(layer, _NormBase) and not isinstance(layer, Norm) and layer.track_running_stats
 
 
 def _check_compiled(model: nn.Module) -> None:
@@ -85,7 +90,7 @@ def _check_compiled(model: nn.Module) -> None:
         if "_orig_mod" not in part._modules and getattr(part, "_compiled_call_impl", None) is None:
             continue
         for name, layer in part.named_modules():
-            if isinstance(layer, _NormBase) and layer.track_running_stats:
+            if _is_torch_norm(layer):
                 raise RuntimeError(
                     f"{type(layer).__name__} ({name.removeprefix('_orig_mod.')!r}) is torch's own and compiled, so it "
                     "would not notice; call convert(model, 'batch') first, or this before torch.compile"
