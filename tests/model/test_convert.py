@@ -708,6 +708,39 @@ def test_timm_reparameterizes_a_converted_model():
     assert not any(isinstance(m, normlab.Norm) for m in merged.modules())
 
 
+FOLLOWED: dict[str, Callable[[], Any]] = {
+    "batch": lambda: normlab.BatchNorm2d(8),
+    "kalman": lambda: normlab.KalmanNorm2d(8),
+    "positional": lambda: normlab.PositionalNorm2d(8),
+    "threshold": lambda: normlab.Norm2d(8, "filter_response"),
+    "last axis": lambda: normlab.Norm(6, "layer_last"),
+    "fused": lambda: normlab.LayerNorm2d(8, act="silu"),
+}
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_dropout_and_activation_follow_every_layer(kind):
+    layer = FOLLOWED[kind]()
+    x = torch.randn(4, 8, 6, 6)
+    plain = copy.deepcopy(layer)(x)
+    layer.follow(nn.Dropout(0.0), nn.Softplus())
+    torch.testing.assert_close(copy.deepcopy(layer)(x), nn.functional.softplus(plain))
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(x), nn.functional.softplus(plain))
+    layer.drop.p = 1.0
+    assert layer(x).eq(nn.functional.softplus(torch.zeros(()))).all()
+
+
+def test_what_follows_a_sandwich_follows_the_merged_layer():
+    layer: Any = normlab.SandwichBatchNorm2d(8, 3).eval()
+    layer.follow(nn.Identity(), nn.SiLU())
+    x, y = torch.randn(4, 8, 6, 6), torch.tensor([0, 1, 2, 1])
+    merged = normlab.merge_sandwich(layer)
+    torch.testing.assert_close(merged(x, y), layer(x, y))
+    folded = normlab.fold(nn.Sequential(layer))
+    with route(folded, label=y):
+        torch.testing.assert_close(folded(x), layer(x, y))
+
+
 def test_an_activation_that_was_not_there_is_another_function():
     for to in ("batch", lambda channels: normlab.BatchNorm2d(channels, act="relu")):
         options: dict[str, Any] = {"act": "relu"} if to == "batch" else {}
