@@ -308,7 +308,7 @@ class Norm(nn.Module):
             y = statistics.finish(y, self._learned_values())
         if statistics.channels_at_end:
             y = y.movedim(1, -1)
-        return self._then(y) if self._followed else y
+        return self._then(y)
 
     def _then(self, y: Tensor) -> Tensor:
         """Dropout and activation, where they follow."""
