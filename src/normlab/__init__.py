@@ -21,6 +21,7 @@ from .model.fixup import fixup
 from .model.fold import fold
 from .model.fuse import fuse
 from .model.mixtures import harden, importance, set_radius
+from .model.norm_layer import norm_layer
 from .model.official import OfficialKeys, load_official
 from .model.parameter_groups import clip_gradients, parameter_groups
 from .model.plain_layers import merge_sandwich
@@ -85,6 +86,7 @@ __all__ = [
     "load_official",
     "merge_sandwich",
     "no_update",
+    "norm_layer",
     "normalize",
     "parameter_groups",
     "predict_statistics",

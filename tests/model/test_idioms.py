@@ -136,8 +136,19 @@ def test_only_plain_batch_norm_is_replaced(model, name):
             replace(layer)
 
 
+def test_only_plain_batch_norm_is_frozen_by_timm(model):
+    layer, x = copy.deepcopy(model.layer), torch.randn(8, 6, 4, 4)
+    if not isinstance(layer, nn.BatchNorm2d):
+        assert freeze_batch_norm_2d(layer) is layer
+    elif layer.statistics.pools[0].ghost is None:
+        frozen = freeze_batch_norm_2d(layer)
+        assert_close(frozen(x), layer.eval()(x))
+    else:
+        with pytest.raises(TypeError, match="is not replaced by plain batch norm"):
+            freeze_batch_norm_2d(layer)
+
+
 def test_functions_that_go_by_exact_types_leave_layers_alone(model):
-    assert type(freeze_batch_norm_2d(copy.deepcopy(model)).layer) is type(model.layer)
     fused: Any = fuse(nn.Sequential(nn.Conv2d(3, 6, 1), copy.deepcopy(model.layer)).eval())
     assert type(fused.get_submodule("1")) is type(model.layer)
 

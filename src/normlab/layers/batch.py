@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -213,7 +213,7 @@ class KalmanNorm(OverBatch):
             return as_node(self, x, {"prior": prior})
         check_input(self, x)
         if prior is None:
-            return self._run(x, None, 0, None)
+            return self._then(self._run(x, None, 0, None))
         if not isinstance(prior, (tuple, list)):
             raise TypeError(f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}")
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in prior]
@@ -221,7 +221,7 @@ class KalmanNorm(OverBatch):
             raise ValueError(f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}")
         for t in prior:
             check_beside("each of the prior's tensors", t, x, "it")
-        return self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ())
+        return self._then(self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ()))
 
     def _update_in_kernel(self, segments: Any) -> None:
         """No kernel moves the running statistics on its way: the posterior is what :meth:`_observe` is told."""
@@ -239,9 +239,10 @@ register(
 
 
 # fmt: off
-class BatchNorm1d(BatchNorm): dims = 1
-class BatchNorm2d(BatchNorm): dims = 2
-class BatchNorm3d(BatchNorm): dims = 3
+# Torch's classes too: code that merges batch norm into a convolution, such as timm's, asks for them by isinstance.
+class BatchNorm1d(BatchNorm, nn.BatchNorm1d): dims = 1  # type: ignore[override]
+class BatchNorm2d(BatchNorm, nn.BatchNorm2d): dims = 2  # type: ignore[override]
+class BatchNorm3d(BatchNorm, nn.BatchNorm3d): dims = 3  # type: ignore[override]
 class BatchGroupNorm1d(BatchGroupNorm): dims = 1
 class BatchGroupNorm2d(BatchGroupNorm): dims = 2
 class BatchGroupNorm3d(BatchGroupNorm): dims = 3

@@ -126,10 +126,11 @@ class Norm(nn.Module):
             statistics.affine if affine is None else affine, num_classes is not None, branches is not None
         )
         self.eps, self.momentum, self.init_std, self.key_size = eps, momentum, init_std, key_size
-        self.act = check_activation(act)
+        self.fused_act = check_activation(act)
         if act is not None and statistics.finishes:
             raise ValueError(f"statistics {statistics.label} bring their own activation; leave act={act!r} out")
         self._surrounds = statistics.channels_at_end or statistics.finishes  # something around the normalization
+        self._followed = False  # whether modules ``drop`` and ``act`` come after it
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
         self._known_calls = KnownCalls()
@@ -166,6 +167,20 @@ class Norm(nn.Module):
     def share_of_new_batch(self) -> float | None:
         """The momentum with which running statistics move; None: they are the average of all batches."""
         return self.statistics.momentum(self.momentum)
+
+    @property
+    def act(self) -> str | nn.Module | None:
+        """The activation that follows: a name, where kernels run it in the same pass, or a module."""
+        return self.fused_act if self._modules.get("act") is None else self._modules["act"]
+
+    @act.setter
+    def act(self, name: str | None) -> None:
+        self.fused_act = check_activation(name)
+
+    def follow(self, drop: nn.Module, act: nn.Module) -> None:
+        """Let dropout and an activation follow. They are children of those names, as in the layers of timm."""
+        self.drop, self.act = drop, act  # type: ignore[assignment]
+        self._followed = self._surrounds = True
 
     # --- construction -------------------------------------------------------------------------------------------
 
@@ -293,7 +308,13 @@ class Norm(nn.Module):
         y = self._normalize(x, condition, label, branch, style, residual)
         if statistics.finishes:
             y = statistics.finish(y, self._learned_values())
-        return y.movedim(1, -1) if statistics.channels_at_end else y
+        if statistics.channels_at_end:
+            y = y.movedim(1, -1)
+        return self._then(y)
+
+    def _then(self, y: Tensor) -> Tensor:
+        """Dropout and activation, where they follow."""
+        return self.act(self.drop(y)) if self._followed else y  # type: ignore[operator]
 
     def _normalize(
         self, x: Tensor, condition: Any, label: Any, branch: Any, style: Any, residual: Tensor | None
@@ -347,7 +368,7 @@ class Norm(nn.Module):
         """All that decides how the layer treats ``x``, but for values that are read at each call."""
         policy = self.policy
         return (
-            x.shape, x.dtype, x.device, layout_of(x), self.training, branch, residual is None, self.act,
+            x.shape, x.dtype, x.device, layout_of(x), self.training, branch, residual is None, self.fused_act,
             policy.normalize_with, policy.update, policy.guard, self.process_group is None, self.track_running_stats,
             chosen(),
         )  # fmt: skip
@@ -374,7 +395,7 @@ class Norm(nn.Module):
             if done is not None:
                 return done
         y = self._run_by_passes(x, label, branch, style, extra)
-        return activate(y if residual is None else y + residual, self.act)
+        return activate(y if residual is None else y + residual, self.fused_act)
 
     def _run_by_kernels(
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None,
@@ -508,8 +529,8 @@ class Norm(nn.Module):
         if self.branches is not None:
             parts.append(f"branches=({', '.join(self.branches)})")
         parts.append(f"eps={self.eps:g}")
-        if self.act is not None:
-            parts.append(f"act={self.act}")
+        if self.fused_act is not None:
+            parts.append(f"act={self.fused_act}")
         if any(p.over_batch for p in self.statistics.pools):
             parts.append(f"momentum={self.momentum}")
             if not self.track_running_stats:
