@@ -45,7 +45,7 @@ class Settings:
     model: str = _other("small", help="network, by name")
     norm: str = _other("batch", help="normalization, by name, with arguments in parentheses: group(8)")
     data: str = _other("mnist5k", help="data set, by name, or folder:PATH")
-    seed: int = _number(0, 0, help="first weights, order, augmentation, noise")
+    seed: int = _number(0, 0, 2**63 - 1, help="first weights, order, augmentation, noise")
     recipe: str = _other(
         "classify", help="what a training step computes: classify, augmented(...), streams(...) or adversarial(...)"
     )
@@ -223,8 +223,11 @@ def _checked(spec: Any, value: Any) -> Any:
         raise LabError(f"{name} cannot be {value!r}; expected {', '.join(choices[:-1])} or {choices[-1]}.")
     if limits:
         low, high, above = limits
+        high = 2**31 - 1 if kind is int and high == float("inf") else high  # sizes and counts
         if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
             bound = f"above {low:g}" if above else f"at least {low:g}"
-            limit = f" and at most {high:g}" if high < 1e9 else " and finite" if value == float("inf") else ""
-            raise LabError(f"{name} must be {bound}{limit}; got {value}.")
+            limit = " and finite" if high == float("inf") else f" and at most {high if kind is int else f'{high:g}'}"
+            limit = limit if value > low and value > high or value == float("inf") or high < 1e9 else ""
+            got = value if kind is float or abs(value) < 10**30 else f"one of {value.bit_length():,} bits"
+            raise LabError(f"{name} must be {bound}{limit}; got {got}.")
     return value
