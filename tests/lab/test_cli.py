@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from normlab.lab import Settings, load_checkpoint, read_results, study
+from normlab.lab import LabError, Settings, load_checkpoint, read_results, study
 from normlab.lab.cli import main
 from normlab.lab.commands import seeds_of
 from normlab.lab.display import Clock, Lines
@@ -119,6 +121,9 @@ def test_evaluate_a_checkpoint(normlab, trained, tmp_path):
     assert f"{trained.records[0]['accuracy']:.2f}" in out and "fgsm" in out
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [r["measurement"] for r in records] == ["clean", "fgsm"] and records[0]["n"] == 100
+    for given, expected in (("0", 360), ("50", 50)):  # all, and as many as asked for
+        code, out, _ = normlab("evaluate", trained.folder, "--measure", "clean", "--test-size", given)
+        assert code == 0 and out.split()[-2] == str(expected)
 
 
 OWN = """
@@ -126,6 +131,11 @@ import torch
 def network(width=8):
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+def wide():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64))
+def convolutional():
+    pooled = (torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    return torch.nn.Sequential(torch.nn.LazyConv2d(10, 3), *pooled)
 number = 3
 """
 
@@ -147,6 +157,11 @@ def test_evaluate_a_module_of_ones_own(normlab, tmp_path, monkeypatch):
     refused(normlab(*common, "--mean", "0.3"), "belong together")
     refused(normlab(*common, "--mean", "a", "--std", "b"), "numbers with commas")
     refused(normlab(*common, "--mean", "0.3", "--std", "0"), "above 0")
+    where = ("--module", "mine_for_this_test:wide")
+    refused(normlab("evaluate", *where, *common[3:]), "64 outputs, but digits has 10 classes")
+    where = ("--module", "mine_for_this_test:convolutional")
+    refused(normlab("evaluate", *where, *common[3:], "--mean", "0.3,0.3,0.3", "--std", "1,1,1"), "a mean of 3 channels",
+            "1 x 8 x 8")  # fmt: skip
     refused(normlab(*common, "--weights", "none.pt"), "no weights")
     (tmp_path / "bad.pt").write_bytes(b"nothing")
     refused(normlab(*common, "--weights", "bad.pt"), "cannot be read as weights")
@@ -211,6 +226,10 @@ def test_bench_gives_ratios(normlab, monkeypatch):
     assert code == 0, err
     rows = [line.split() for line in out.splitlines()[2:]]
     assert [r[0] for r in rows] == ["torch", "switchable"] and all(float(r[-1]) > 0 for r in rows)
+    code, out, err = normlab("bench", "--norms", "auxiliary,conditional,sandwich", "--rounds", "1")
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["auxiliary", "conditional", "sandwich"]
+    refused(normlab("bench", "--norms", "separated('batch', affine='style')", "--rounds", "1"), "needs a style image")
 
 
 def test_reproductions_are_listed(normlab):
@@ -238,12 +257,70 @@ def test_reproductions_are_listed(normlab):
         (("--device", "toaster"), ("toaster",)),
         (("--config", "none.toml"), ("no settings file none.toml",)),
         (("--train-size", "1000000"), ("1,000,000",)),
+        (("--norms", "none,conditional"), ("norm conditional: ConditionalBatchNorm2d needs a label", "generators")),
+        (("--norms", "sandwich"), ("SandwichBatchNorm2d needs a label", "auxiliary")),
+        (("--norms", "'" + "(" * 100_000), ("does not read as norms", "of 100,001 letters")),
+        (("--device", "meta"), ("device 'meta' cannot be used here",)),
+        (("--seeds", f"{2**63},"), ("seed must be at least 0 and at most 9223372036854775807",)),
+        (("--batch-size", str(10**40)), ("batch_size must be at least 1 and at most 2147483647", "of 133 bits")),
     ],
-    ids=lambda a: " ".join(a) if isinstance(a, tuple) and a[0].startswith("--") else "",
+    ids=lambda a: " ".join(a)[:40] if isinstance(a, tuple) and a[0].startswith("--") else "",
 )
 def test_what_is_wrong_is_a_sentence_and_nothing_is_written(normlab, tmp_path, arguments, words):
     refused(normlab("compare", "--out", "study", *arguments), *words)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_path_is_none(normlab, trained, tmp_path):
+    """Python takes the empty text for the current folder, which a run would fill."""
+    for arguments in (
+        ("compare", "--out", ""),
+        ("train", "--out", " "),
+        ("report", ""),
+        ("evaluate", "", "--root", ""),
+    ):
+        code, out, err = normlab(*arguments)
+        assert code == 2 and not out and "the path is empty" in err
+    with pytest.raises(LabError, match="out is empty"):
+        study.compare(["none"], out="")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_file_to_write(normlab, trained, tmp_path):
+    refused(normlab("report", trained.folder, "--out", "."), ". is a folder, and a file is to be written")
+    refused(normlab("report", trained.folder, "--format", "csv", "--out", tmp_path), "is a folder")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[" * 100_000, ("is not a JSON object",)),
+        ('{"digest": 3, "measurement": "clean"}', ("digest is 3 and not text",)),
+        ('{"digest": "DIGEST", "measurement": "clean", "accuracy": "much"}', ("accuracy is 'much' and not a number",)),
+        ('{"digest": "DIGEST", "measurement": "clean", "accuracy": 1e999}', ("accuracy is inf and not a number",)),
+        ('{"digest": "DIGEST", "measurement": "c", "curve": {"x": [1], "y": [1, 2]}}', ("curve of fewer values",)),
+        ('{"digest": "DIGEST", "measurement": "c", "curve": [1]}', ("curve is list and not a table",)),
+        ('{"digest": "DIGEST", "measurement": "c", "grid": {"values": [[1], 2]}}', ("grid.values[1] is 2 and not a",)),
+        ('{"digest": "DIGEST", "measurement": "c", "scalars": {"uCE": [1]}}', ("scalars.uCE is list",)),
+        ('{"digest": "DIGEST", "measurement": "c", "samples": {"shape": "x"}}', ("samples.shape is 'x'",)),
+    ],
+)  # fmt: skip
+def test_a_line_of_results_of_another_type_is_named(normlab, trained, tmp_path, line, words):
+    folder = shutil.copytree(trained.folder, tmp_path / "run")
+    results = (folder / "results.jsonl").read_text()
+    (folder / "results.jsonl").write_text(results + line.replace("DIGEST", trained.settings.digest()) + "\n")
+    refused(normlab("report", folder), "results.jsonl, line 2", "Remove that line and run again", *words)
+    (folder / "results.jsonl").write_text(results)
+    assert normlab("report", folder)[0] == 0  # the advice leads on
+
+
+def test_the_advice_about_a_broken_log_leads_on(normlab, tmp_path):
+    normlab("train", "--out", "run", *SMALL)
+    (tmp_path / "run" / "log.jsonl").write_text("{\n")
+    refused(normlab("train", "--out", "run", *SMALL), "log.jsonl, line 1", "Remove the folder of this run")
+    shutil.rmtree(tmp_path / "run")
+    assert normlab("train", "--out", "run", *SMALL)[0] == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 99, "cut"])
@@ -288,6 +365,40 @@ def test_too_little_memory_is_a_sentence(normlab, monkeypatch, error):
 
     monkeypatch.setattr("normlab.lab.study.fit", full)
     refused(normlab("train", "--out", "run", *SMALL), "there is not enough memory", "What is finished is kept.")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
+@pytest.mark.parametrize("arguments", [("report", "RUN", "--format", "csv"), ("reproduce", "--list"), ("-h",)])
+def test_a_full_device_as_output_is_a_sentence(trained, arguments):
+    asked = [str(trained.folder) if a == "RUN" else a for a in arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "normlab.lab", *asked], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2 and done.stderr.startswith("normlab: the output cannot be written: the disk is full")
+    assert done.stderr.count("\n") == 1
+
+
+EARLY = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+"""
+
+
+@pytest.mark.parametrize("name", ["torch", "normlab.layers", "normlab.lab.errors", "typer", "normlab.lab.study"])
+def test_an_interruption_in_the_first_second_shows_no_traceback(tmp_path, name):
+    (tmp_path / "sitecustomize.py").write_text(EARLY.format(name=name))
+    paths = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    done = subprocess.run(
+        [sys.executable, "-m", "normlab.lab", "compare", "--out", str(tmp_path / "study")],
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 130 and done.stderr.startswith("normlab: interrupted."), done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout and not (tmp_path / "study").exists()
 
 
 def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):

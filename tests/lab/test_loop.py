@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import normlab
-from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint, quick
+from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint, quick, save_checkpoint
 from normlab.lab import loop as loop_module
 from normlab.lab import run_state as state_module
 from normlab.lab.loop import estimate_statistics, learning_rate
@@ -273,6 +274,89 @@ def test_a_finished_run_is_not_trained_again_for_want_of_its_state(tmp_path, mon
     again, seen = trained(TINY, folder=tmp_path)
     assert numbers(seen) == numbers(history) and seen.best == history.best
     same_state(again.state_dict(), model.state_dict())
+
+
+def test_best_weights_of_another_run_are_told(tmp_path):
+    """Of the same network, so that they would load, and of the same epoch."""
+    settings, data = replace(TINY, best="test", lr=2.0, schedule="constant", epochs=8), tiny_data()
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    model, history = trained(settings, data, folder=mine)
+    assert history.best < 8
+    good = (mine / "best.safetensors").read_bytes()
+    trained(replace(settings, seed=1), data, folder=other)
+    tensors, meta = load_checkpoint(other / "best.safetensors")
+    save_checkpoint(mine / "best.safetensors", tensors, meta | {"epoch": history.best})
+    before = {p.name: p.read_bytes() for p in mine.iterdir()}
+    with pytest.raises(
+        LabError, match=r"best.safetensors is of another run \(seed was 1 and is 0 now\): files were mixed"
+    ):
+        trained(settings, data, folder=mine)
+    assert {p.name: p.read_bytes() for p in mine.iterdir()} == before
+    (mine / "last.safetensors").unlink()
+    with pytest.raises(LabError, match=r"of another run .* Put the right one back\. Remove the folder"):
+        trained(settings, data, folder=mine)
+    (mine / "best.safetensors").write_bytes(good)
+    same_state(trained(settings, data, folder=mine)[0].state_dict(), model.state_dict())
+    wrong = {k: v[..., None] for k, v in load_checkpoint(mine / "best.safetensors")[0].items()}
+    save_checkpoint(mine / "best.safetensors", wrong, load_checkpoint(mine / "best.safetensors")[1])
+    with pytest.raises(LabError, match="weights of another model"):
+        trained(settings, data, folder=mine)
+
+
+def test_best_weights_that_the_state_has_too_are_put_back(tmp_path):
+    model, _ = trained(TINY, folder=tmp_path / "mine")
+    trained(replace(TINY, seed=1), folder=tmp_path / "other")
+    best = tmp_path / "mine" / "best.safetensors"
+    good = best.read_bytes()
+    best.write_bytes((tmp_path / "other" / "best.safetensors").read_bytes())
+    again, _ = trained(TINY, folder=tmp_path / "mine")
+    same_state(again.state_dict(), model.state_dict())
+    assert best.read_bytes() == good
+
+
+def test_best_weights_that_are_missing_are_named_with_a_way_on(tmp_path):
+    settings, data = replace(TINY, best="test", lr=2.0, schedule="constant", epochs=8), tiny_data()
+    _, history = trained(settings, data, folder=tmp_path / "run")
+    assert history.best < 8
+    (tmp_path / "run" / "best.safetensors").unlink()
+    with pytest.raises(LabError, match=r"best.safetensors is missing: .* Remove the folder of this run"):
+        trained(settings, data, folder=tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    assert numbers(trained(settings, data, folder=tmp_path / "run")[1]) == numbers(history)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"optimizer.model.0.momentum_buffer": torch.zeros(1, 2, 3)}, "state of another optimizer"),
+        ({"optimizer.model.99.momentum_buffer": torch.zeros(1)}, "state of another optimizer"),
+        ({"optimizer.model.x.momentum_buffer": torch.zeros(1)}, "state of another optimizer"),
+    ],
+    ids=["a shape", "a number", "no number"],
+)
+def test_a_state_of_another_optimizer_is_a_sentence(tmp_path, change, sentence):
+    trained(TINY, folder=tmp_path)
+    tensors, meta = load_checkpoint(tmp_path / "last.safetensors")
+    save_checkpoint(tmp_path / "last.safetensors", tensors | change, meta)
+    with pytest.raises(LabError, match=f"{sentence} .* Remove the folder of this run"):
+        trained(TINY, folder=tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"epoch": "2"}, {"best_epoch": -1}, {"best_score": []}, {"settings": 3}])
+def test_a_state_that_says_of_itself_what_cannot_be_is_a_sentence(tmp_path, change):
+    trained(TINY, folder=tmp_path)
+    tensors, meta = load_checkpoint(tmp_path / "last.safetensors")
+    save_checkpoint(tmp_path / "last.safetensors", tensors, meta | change)
+    with pytest.raises(LabError, match=f"says of itself what cannot be: {min(change)} is "):
+        trained(TINY, folder=tmp_path)
+
+
+def test_a_run_that_diverged_resumes(tmp_path):
+    diverges = replace(TINY, norm="none", lr=1e12, momentum=0.0)
+    _, history = trained(diverges, folder=tmp_path)
+    again, seen = trained(diverges, folder=tmp_path)
+    assert numbers(seen) == numbers(history)
+    assert not all(v.isfinite().all() for v in again.state_dict().values())
 
 
 def test_a_state_of_other_settings_is_refused_and_left_alone(tmp_path):

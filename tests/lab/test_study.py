@@ -375,6 +375,25 @@ def test_models_come_back_from_checkpoints(finished, tmp_path):
         lab.load_model(other)
 
 
+def test_a_folder_with_the_weights_of_another_run_is_told(finished, tmp_path):
+    home = shutil.copytree(finished.runs[2].folder, tmp_path / "run")
+    shutil.copy(finished.runs[3].folder / "best.safetensors", home)
+    with pytest.raises(
+        LabError, match=r"is of another run than .*settings.toml: seed was 0 and is 1 now. Files were mixed"
+    ):
+        lab.load_model(home)
+    assert lab.load_model(home / "best.safetensors")[1] == finished.runs[3].settings  # the file itself is whole
+
+
+def test_weights_that_are_no_numbers_are_not_measured(finished, tmp_path):
+    tensors, meta = lab.load_checkpoint(finished.runs[2].folder / "best.safetensors")
+    tensors["net.linear.weight"][0, 0] = math.nan
+    path = lab.save_checkpoint(tmp_path / "a.safetensors", tensors, meta)
+    with pytest.raises(LabError, match=r"no finite numbers, in 1 of \d+ tensors \(net.linear.weight"):
+        lab.load_model(path)
+    assert lab.load_model(path, diverged=True)[1] == finished.runs[2].settings
+
+
 def test_averaged_weights_are_the_ones_that_come_back(tmp_path):
     run = lab.train(replace(TINY, norm="batch", ema=0.9), tmp_path, measure=["clean"])
     data = study_module.load_data(run.settings)

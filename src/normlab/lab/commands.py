@@ -29,22 +29,44 @@ Norms = Annotated[
     str | None, typer.Option("--norms", help="Normalizers with commas: none,batch,group(8).", metavar="NAMES")
 ]
 Seeds = Annotated[str | None, typer.Option("--seeds", help="How many, 3, or which, 0,2,5.", metavar="SEEDS")]
-Out = Annotated[Path | None, typer.Option(help="Folder for all results.")]
+
+
+def _path(text: str) -> Path:
+    """The empty text is no path, though Python takes it for the current folder."""
+    if not text.strip():
+        raise typer.BadParameter("the path is empty; give one, or . for this folder.")
+    return Path(text)
+
+
+Out = Annotated[Path | None, typer.Option(help="Folder for all results.", parser=_path, metavar="PATH")]
 DataName = Annotated[str | None, typer.Option("--data", help="Data set, by name, or folder:PATH.", metavar="NAME")]
-Root = Annotated[Path | None, typer.Option(help="Folder of data sets; the default is $NORMLAB_DATA.")]
+Root = Annotated[
+    Path | None, typer.Option(help="Folder of data sets; the default is $NORMLAB_DATA.", parser=_path, metavar="PATH")
+]
 Download = Annotated[bool, typer.Option("--download", help="Download data that are missing.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU is used if there is one.")]
 Processes = Annotated[int | None, typer.Option(help="Runs to train at once, on one GPU or on all.", min=1)]
-Config = Annotated[Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.")]
+Config = Annotated[
+    Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.", parser=_path, metavar="PATH")
+]
 Measure = Annotated[str | None, typer.Option(help="Measurements with commas: clean,noise,pgd(eps=8/255,units=pixels).")]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")]
-Checkpoint = Annotated[Path | None, typer.Argument(help="A checkpoint, or a run's folder.")]
+Checkpoint = Annotated[
+    Path | None, typer.Argument(help="A checkpoint, or a run's folder.", parser=_path, metavar="PATH")
+]
 Module = Annotated[str | None, typer.Option(help="Your own: package.module:function, called without arguments.")]
-Weights = Annotated[Path | None, typer.Option(help="Weights for --module, .safetensors or .pt.")]
+Weights = Annotated[
+    Path | None, typer.Option(help="Weights for --module, .safetensors or .pt.", parser=_path, metavar="PATH")
+]
 Mean = Annotated[str | None, typer.Option(help="Mean to subtract from the pixels for --module, by channel.")]
 Std = Annotated[str | None, typer.Option(help="Deviation to divide by. Without both, it takes pixels in [0, 1].")]
-Pretrained = Annotated[Path | None, typer.Option(help="Folder of pretrained weights, where needed.")]
-Photographs = Annotated[Path | None, typer.Option(help="Folder of ImageNet's validation images, where needed.")]
+Pretrained = Annotated[
+    Path | None, typer.Option(help="Folder of pretrained weights, where needed.", parser=_path, metavar="PATH")
+]
+Photographs = Annotated[
+    Path | None,
+    typer.Option(help="Folder of ImageNet's validation images, where needed.", parser=_path, metavar="PATH"),
+]
 Network = Annotated[str, typer.Argument(help="Network by name, torchvision:NAME, timm:NAME, or a checkpoint.")]
 
 app = typer.Typer(
@@ -178,7 +200,7 @@ app.command("compare")(_with_settings(compare, skip=("norm", "seed"), axes=True)
 
 
 def train(
-    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run.", parser=_path, metavar="PATH")],
     measure: Measure = None, config: Config = None, device: Device = None, root: Root = None,
     download: Download = False, tensorboard: Board = False, *, settings: Given,
 ) -> None:  # fmt: skip
@@ -216,9 +238,13 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Network of weights that normlab did not write.")] = None,
     norm: Annotated[str | None, typer.Option(help="Its normalization.")] = None,
     module: Module = None, weights: Weights = None, mean: Mean = None, std: Std = None,
-    out: Annotated[Path | None, typer.Option(help="File to append the results to, as JSON lines.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to append the results to, as JSON lines.", parser=_path, metavar="PATH")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of noise and random starts.", min=0)] = 0,
-    test_size: Annotated[int, typer.Option(help="Test images used; 0 for all.", min=0)] = 0,
+    test_size: Annotated[
+        int | None, typer.Option(help="Test images used, 0 for all; the default is as many as the run used.", min=0)
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Images at a time; 0 chooses.", min=0)] = 0,
     device: Device = None, root: Root = None, download: Download = False,
 ) -> None:  # fmt: skip
@@ -249,8 +275,12 @@ def evaluate(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of `normlab compare` or `train`.")],
-    out: Annotated[Path | None, typer.Option(help="The file; report.html in the folder, or stdout.")] = None,
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of `normlab compare` or `train`.", parser=_path, metavar="PATH")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The file; report.html in the folder, or stdout.", parser=_path, metavar="PATH")
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="html, markdown or csv.")] = "html",
 ) -> None:
     """Write the page of results, or their table in another form."""

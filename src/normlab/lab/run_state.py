@@ -100,11 +100,11 @@ class RunState:
         if self.averaged is not None:
             load_weights(self.averaged, _under("averaged.", tensors), source, diverged=True)
         for phase, optimizer in zip(self.phases, self.optimizers, strict=True):
-            try:
-                load_optimizer(optimizer, _under(f"optimizer.{phase.name}.", tensors))
-            except (ValueError, LookupError, RuntimeError) as error:
+            state = _under(f"optimizer.{phase.name}.", tensors)
+            if wrong := _not_of(optimizer, state):
                 raise LabError(f"{source} has the state of another optimizer than that of phase {phase.name!r} "
-                               f"({error}). {_REMOVE}") from error  # fmt: skip
+                               f"({wrong}). {_REMOVE}")  # fmt: skip
+            load_optimizer(optimizer, state)
 
     def _tested_state(self) -> dict[str, Tensor]:
         return {k: v.clone() for k, v in self.tested.state_dict().items()}
@@ -309,6 +309,16 @@ def check_weights(model: nn.Module, state: dict[str, Tensor], source: object, *,
         raise LabError(f"{source} has weights that are no finite numbers, in {len(lost)} of {len(own)} tensors "
                        f"({lost[0]}, ...): its training diverged, or it was damaged. There is nothing to measure; "
                        "train it at a lower learning rate.")  # fmt: skip
+
+
+def _not_of(optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> str:
+    """The first value that is none of a parameter of ``optimizer``; empty if there is none."""
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    for name, value in state.items():
+        number = name.partition(".")[0]
+        if not (number.isdecimal() and int(number) < len(shapes) and value.shape in (shapes[int(number)], ())):
+            return f"{name} {list(value.shape)}"
+    return ""
 
 
 def _kind(tensor: Tensor) -> str:

@@ -226,8 +226,8 @@ def _checked(spec: Any, value: Any) -> Any:
         high = 2**31 - 1 if kind is int and high == float("inf") else high  # sizes and counts
         if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
             bound = f"above {low:g}" if above else f"at least {low:g}"
-            limit = " and finite" if high == float("inf") else f" and at most {high if kind is int else f'{high:g}'}"
-            limit = limit if value > low and value > high or value == float("inf") or high < 1e9 else ""
+            most = "finite" if high == float("inf") else f"at most {high:g}" if high < 1e9 else f"at most {high}"
+            limit = f" and {most}" if high < 1e9 or value > high or value == float("inf") else ""
             got = value if kind is float or abs(value) < 10**30 else f"one of {value.bit_length():,} bits"
             raise LabError(f"{name} must be {bound}{limit}; got {got}.")
     return value

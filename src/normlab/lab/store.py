@@ -9,7 +9,6 @@ damaged or changed by hand is named in a sentence.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import LabError
+from .errors import FULL, LabError
 
 try:
     import fcntl as _fcntl
@@ -35,7 +34,6 @@ __all__ = [
     "read_log", "read_records", "save_checkpoint", "write_atomic", "write_lines",
 ]  # fmt: skip
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _META = "normlab"  # our key in the metadata of a safetensors file; its value is JSON
 _CHECK = "crc32"  # the name of the checksum in it; files of older versions have none
 
@@ -74,14 +72,14 @@ def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -
     ``sync=False`` does not wait for the disk: safe against a killed process, not against a power cut.
     """
     path = Path(path)
+    if path.is_dir():
+        raise LabError(f"{path} is a folder, and a file is to be written; name a file in it.")
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_bytes(data)  # a device or a pipe must not be replaced by a file
             return path
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder; a file is needed")
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_partial(path.parent, path.name)
         with _own_file(partial) as file:
@@ -366,7 +364,7 @@ def _end_of_lines(handle: int) -> int:
 
 
 def _sentence(path: Path, error: OSError) -> LabError:
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return LabError(f"{path} cannot be written: the disk is full or the quota is used up. What was there is "
                         "unchanged; free some space and run the same command again.")  # fmt: skip
     return LabError(f"{path} cannot be written: {error.strerror or error}.")

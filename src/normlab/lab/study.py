@@ -261,8 +261,8 @@ def pick_device(name: torch.device | str | None = None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty((), device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros((), device=device).item()  # a meta tensor has no value
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise LabError(f"device {str(name)!r} cannot be used here ({str(error).splitlines()[0]}); "
                        "expected cpu, or cuda where there is a GPU.") from None  # fmt: skip
     return device

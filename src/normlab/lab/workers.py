@@ -28,7 +28,7 @@ import torch
 from . import mps
 from .errors import LabError, of_memory
 from .settings import Settings
-from .store import Busy
+from .store import Busy, read_json
 from .torchrun import led
 from .watcher import Watcher
 
@@ -159,10 +159,7 @@ def _tell(watch: Watcher, record: Callable[..., None], settings: Settings, event
 
 def _event_of(line: str) -> dict[str, Any] | None:
     """An event of a worker; None for other output, which libraries may print at first."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
+    event = read_json(line)
     return event if isinstance(event, dict) and "event" in event else None
 
 
