@@ -17,6 +17,7 @@ from normlab.lab.cli import main
 from normlab.lab.commands import seeds_of
 from normlab.lab.display import Clock, Lines
 from normlab.lab.texts import split
+from processes import LAST_RESORT
 
 SMALL = ("--data", "digits", "--model", "mlp", "--depth", "2", "--width", "8", "--epochs", "1", "--train-size", "200",
          "--test-size", "100", "--batch-size", "50")  # fmt: skip
@@ -373,7 +374,11 @@ def test_a_full_device_as_output_is_a_sentence(trained, arguments):
     asked = [str(trained.folder) if a == "RUN" else a for a in arguments]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "normlab.lab", *asked], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "normlab.lab", *asked],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LAST_RESORT,
         )
     assert done.returncode == 2 and done.stderr.startswith("normlab: the output cannot be written: the disk is full")
     assert done.stderr.count("\n") == 1
@@ -412,12 +417,14 @@ def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):
 
 def test_without_the_extra_it_is_said_how_to_install_it(capsys):
     program = "import sys; sys.modules['typer'] = None; from normlab.lab.cli import main; main(['compare'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT)
     assert done.returncode == 2 and "pip install 'normlab[lab]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_python_m_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "normlab.lab", "--help"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "normlab.lab", "--help"], capture_output=True, text=True, timeout=LAST_RESORT
+    )
     assert done.returncode == 0 and "Usage: normlab" in done.stdout
     for command in ("compare", "train", "evaluate", "report", "reproduce", "bench", "inspect"):
         assert f" {command} " in done.stdout

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from normlab.lab.recipes import Phase, Recipe, recipe
 from normlab.lab.recipes.classify import Classify
 from normlab.lab.seeds import generator
 from normlab.model.calibrate import averaging, estimate
+from processes import LAST_RESORT
 
 TINY = Settings(model="mlp", norm="batch", depth=2, width=8, epochs=3, batch_size=8, lr=0.05)
 
@@ -227,36 +227,49 @@ def test_an_interruption_between_files_is_put_right(cut, tmp_path, monkeypatch):
 
 
 KILLED = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_loop import TINY, tiny_data, trained
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
-trained(replace(TINY, epochs=14, best="test"), tiny_data(80), folder={folder!r})
+import os, signal, sys
+sys.path[:0] = {paths!r}
+from normlab.lab import run_state, store
+from test_loop import KILLED_RUN, tiny_data, trained
+
+def killing(call):
+    def counted(*arguments, **given):
+        global left
+        made = call(*arguments, **given) if {after} else None
+        left -= {what!r} in str(arguments)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made if {after} else call(*arguments, **given)
+    return counted
+
+left = {count}
+{where} = killing({where})
+trained(KILLED_RUN, tiny_data(80), folder={folder!r})
 """
+KILLED_RUN = replace(TINY, epochs=6, best="test")
+MOMENTS = {
+    "after the second line of the log": ("run_state.append_line", "log.jsonl", 2, True),
+    "while the fourth state is written": ("os.replace", "last.safetensors", 4, False),
+    "before the best weights are": ("run_state.save_checkpoint", "best.safetensors", 1, False),
+}
 
 
-def test_kill_9_loses_at_most_the_current_epoch(tmp_path):
-    folder, settings = tmp_path / "run", replace(TINY, epochs=14, best="test")
-    program = KILLED.format(tests=os.path.dirname(__file__), folder=str(folder))
-    model, history = trained(settings, tiny_data(80))
-    log = folder / "log.jsonl"
-
-    def lines():
-        return log.read_bytes().count(b"\n") if log.exists() else 0
-
-    for upto in (2, 5):
-        process = subprocess.Popen([sys.executable, "-c", program])
-        while process.poll() is None and lines() < upto:
-            time.sleep(0.001)
-        seen = lines()
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        assert load_checkpoint(folder / "last.safetensors")[1]["epoch"] >= seen - 1
-    again, resumed = trained(settings, tiny_data(80), folder=folder)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_kill_9_loses_at_most_the_current_epoch(tmp_path, moment):
+    where, what, count, after = MOMENTS[moment]
+    folder, tests = tmp_path / "run", os.path.dirname(__file__)
+    program = KILLED.format(
+        paths=[tests, os.path.dirname(tests)], folder=str(folder), where=where, what=what, count=count, after=after
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    lines = (folder / "log.jsonl").read_bytes().count(b"\n")
+    assert load_checkpoint(folder / "last.safetensors")[1]["epoch"] >= lines - 1 >= 0
+    again, resumed = trained(KILLED_RUN, tiny_data(80), folder=folder)
+    model, history = trained(KILLED_RUN, tiny_data(80))
     assert numbers(resumed) == numbers(history)
     same_state(model.state_dict(), again.state_dict())
+    assert not list(folder.glob(".*.partial"))
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from normlab.lab import LabError, Settings, load_checkpoint, save_checkpoint, store, toml
 from normlab.lab import settings as settings_module
+from processes import LAST_RESORT
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_then_removed(tmp_path):
@@ -91,7 +92,7 @@ for write in (
     else:
         sys.exit("no error")
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LAST_RESORT)
     assert (tmp_path / "text").read_text() == "before"
     assert load_checkpoint(tmp_path / "weights.safetensors")[1] == {"epoch": 1}
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'

@@ -29,7 +29,7 @@ from .loop import arithmetic, fit
 from .results import Results, Row, Run, differences, read_results, read_run
 from .run_state import allocating, described, load_weights
 from .settings import Settings
-from .store import append_line, load_checkpoint, locked, read_records, write_atomic
+from .store import append_line, clear_partial, load_checkpoint, locked, read_records, write_atomic
 from .torchrun import led, together
 from .watcher import Watcher
 from .workers import Crew, crew_for, run_jobs
@@ -293,6 +293,7 @@ def trained(
 ) -> Classifier:
     """The network of a run with its kept weights. Trains the epochs that are missing."""
     _check_home(settings, home)
+    clear_partial(home)
     write_atomic(home / "settings.toml", settings.to_toml())
     model = build_model(settings, data)
     with together(settings, data, device) as ranks:
