@@ -15,7 +15,10 @@ from safetensors.torch import save_file
 from normlab.lab import LabError, Settings, load_checkpoint, read_results, study
 from normlab.lab.cli import main
 from normlab.lab.commands import seeds_of
-from normlab.lab.display import Clock, Lines
+from normlab.lab.display import Clock, Lines, Screen
+from normlab.lab.evaluate import parse
+from normlab.lab.report.terminal import table
+from normlab.lab.reproduce import entries
 from normlab.lab.texts import split
 from processes import LAST_RESORT
 
@@ -233,9 +236,15 @@ def test_bench_gives_ratios(normlab, monkeypatch):
     refused(normlab("bench", "--norms", "separated('batch', affine='style')", "--rounds", "1"), "needs a style image")
 
 
-def test_reproductions_are_listed(normlab):
+def test_reproductions_are_listed(normlab, monkeypatch):
     code, out, _ = normlab("reproduce", "--list")
     assert code == 0 and "vulnerability-table2" in out
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = normlab("reproduce", "--list")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    for entry in entries().values():
+        assert f"{entry.name} {entry.minutes:g} {entry.what} default: {entry.default} --full: {entry.full}" in words
     refused(normlab("reproduce", "vulnerability-tabel2"), "vulnerability-table2")
 
 
@@ -430,28 +439,61 @@ def test_python_m_is_the_command():
         assert f" {command} " in done.stdout
 
 
+def test_help_shows_defaults_and_choices(normlab):
+    code, out, _ = normlab("compare", "--help")
+    words = " ".join(out.replace("│", " ").split())
+    assert code == 0
+    for said in (
+        "--optimizer sgd|adam|adamw Optimizer. [default: (sgd)]", "--nesterov true|false", "[default: (0.0005)]",
+        "(none, batch, group, batch_group(4), switchable)", "How many, 3, or which, 0,2,5. [default: (2)]",
+    ):  # fmt: skip
+        assert said in words, said
+
+
 def test_lists_of_the_command_line():
     assert split("a(1, 2), b[3,4],,c") == ["a(1, 2)", "b[3,4]", "c"]
     assert seeds_of("3") == [0, 1, 2] and seeds_of("2,") == [2] and seeds_of("4,0") == [4, 0]
 
 
-def test_a_terminal_shows_a_table_and_the_time_left(monkeypatch, tmp_path):
-    import io
-
-    from rich.console import Console
-
-    from normlab.lab.display import Screen
-
+def test_a_terminal_shows_the_final_table_as_it_grows_and_the_time_left(tmp_path):
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     base = Settings(data="digits", model="linear", epochs=2, train_size=100, test_size=50, batch_size=50)
-    asked = study.Study(base, {"norm": ["none"], "seed": [0, 1]}, ("clean",), tmp_path)
-    with Screen(console, asked.grid(), ["clean"], lambda s: s.norm) as screen:
-        study.run_study(asked, progress=screen)
+    measured = ("clean", "noise", "noise-curve(std=[0, 1])", "corruptions(names=[brightness], severities=[1])")
+    asked = study.Study(base, {"norm": ["none"], "seed": [0, 1]}, measured, tmp_path)
+    with Screen(console, asked.grid(), [parse(m).name for m in measured], lambda s: s.norm) as screen:
         console.print(screen._render())
+        begun = console.file.getvalue()  # type: ignore[attr-defined]
+        results = study.run_study(asked, progress=screen)
+        grown = screen._render().renderables[0]
+        console.print(screen._render())
+    assert "configuration" in begun and "none" in begun and "0/12 epochs and measurements" in begun
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    mean = study.read_results(tmp_path).table("clean")[0].mean
-    assert f"{mean:.1f}" in shown and "6/6" in shown and "left" in shown
+    assert "12/12 epochs and measurements" in shown and "left" in shown
     assert screen.clock.seconds() == 0
+    final = table(study.read_results(tmp_path), 120)
+    assert results.table("clean")[0].n == 2
+    columns = [[(str(c.header), [str(x) for x in c.cells]) for c in t.columns] for t in (grown, final)]  # type: ignore[union-attr]
+    assert columns[0] == columns[1] and len(columns[0]) >= 4
+
+
+def test_progress_has_units(monkeypatch):
+    from normlab.lab import display
+
+    clock = iter([0.0, 0.5, 2.0])
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    settings = Settings(epochs=3, batch_size=50)
+    screen = Screen(console, [settings], ["clean"], lambda s: s.norm)
+    screen.run(settings, done_epochs=1)
+    for epoch, step in ((2, 10), (2, 20), (3, 10)):
+        screen.step(epoch, step, 40)
+    console.print(screen._render())
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1,000 images/s" in shown and "2.2/3 epochs" in shown  # 10 steps of 50 in half a second
+    screen.measuring(settings, "clean")
+    screen.measuring_step("clean", 3, 7)
+    console.print(screen._render())
+    assert "3/7 batches" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
@@ -464,7 +506,7 @@ def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
     lines.measured(settings, {"measurement": "affinity", "accuracy": 12.5, "scalars": {"affinity": -2.0}})
     said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.partition("seed 0: ")[2] for line in said] == [
-        "1 epoch, loss 0, accuracy 90",
+        "1 epoch, loss 0, accuracy 90 %",
         "between 97.85 %, mean of the curve",
         "affinity 12.50 %, affinity -2.00",
     ]

@@ -152,6 +152,9 @@ class Settings:
 
 NAMES: tuple[str, ...] = tuple(f.name for f in fields(Settings))
 HELP: dict[str, str] = {f.name: f.metadata["help"] for f in fields(Settings)}
+CHOICES: dict[str, tuple[str, ...]] = {
+    f.name: f.metadata["choices"] for f in fields(Settings) if "choices" in f.metadata
+}
 _KIND: dict[str, type] = {f.name: type(f.default) for f in fields(Settings)}  # bool, int, float, str, tuple
 
 
