@@ -223,12 +223,12 @@ def test_a_size_that_no_network_of_the_file_has_is_refused_before_it_is_built(
     [
         ("channels", 0, "data.channels is 0 and not a whole number from 1 to"),
         ("size", [8, 10**6], r"data.size\[1\] is 1000000 and not a whole number from 1 to"),
-        ("size", [8], "not of a height and a width"),
+        ("size", [8], "data.size is list and not a list of 2"),
         ("classes", [], "data.classes is empty"),
         ("mean", [0.5, 0.5], "data.mean and data.std are not numbers for each of 1 channels"),
         ("std", [0], "std above 0"),
-        ("std", [None], "not numbers for each of 1 channels"),
-        ("std", None, "data has no std"),
+        ("std", [None], r"data.std\[0\] is null and not a number"),
+        ("std", None, "data.std is null and not a list"),
     ],
 )
 def test_data_that_cannot_be_are_refused(files, tmp_path, name, value, sentence):

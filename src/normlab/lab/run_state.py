@@ -17,7 +17,7 @@ from .errors import LabError
 from .optimizers import load_optimizer, optimizer_for, optimizer_state
 from .ranks import Ranks
 from .recipes import Context, Recipe
-from .store import Whole, append_line, load_checkpoint, misfit, read_log, save_checkpoint, write_lines
+from .store import Needs, Whole, append_line, load_checkpoint, misfit, read_log, save_checkpoint, write_lines
 
 if TYPE_CHECKING:
     from .data import Data
@@ -29,8 +29,8 @@ __all__ = ["History", "RunState", "about_run", "allocating", "described", "load_
 _ABOUT = {
     "kind": str, "epoch": Whole(), "digest": str, "recipe": str, "settings": dict,
     "best_score": float, "best_epoch": Whole(),
-    "data": {"name": str, "channels": Whole(1, 1 << 16), "size": [Whole(1, 1 << 14)], "classes": [str],
-             "mean": [float], "std": [float]},
+    "data": Needs(name=str, channels=Whole(1, 1 << 16), size=(Whole(1, 1 << 14), Whole(1, 1 << 14)), classes=[str],
+                  mean=[float], std=[float]),
 }  # fmt: skip
 _LONGEST = 2000  # letters of a setting
 
@@ -147,7 +147,7 @@ class RunState:
         if meta.get("kind") != "state" or meta.get("digest") != self.ctx.settings.digest():
             raise LabError(f"{path} is the state of a run with other settings{_others(meta, self.ctx.settings)}; "
                            "choose another folder for this one.")  # fmt: skip
-        if lacks := [name for name in ("epoch", "best_epoch") if name not in meta]:
+        if lacks := [name for name in ("epoch", "best_epoch") if meta.get(name) is None]:
             raise LabError(f"{path} does not say its {lacks[0]}; it was changed. {_REMOVE}")
         self._check_recipe(meta, path)
         self._load(tensors, path)
@@ -230,12 +230,10 @@ def described(meta: dict[str, Any], source: object) -> None:
             wrong = f"settings.{name} is a text of {len(value):,} letters"
     data = meta.get("data")
     if not wrong and data is not None:
-        channels, mean, std = data.get("channels"), data.get("mean") or [], data.get("std") or []
-        if lacks := next((name for name in _ABOUT["data"] if data.get(name) is None), ""):
-            wrong = f"data has no {lacks}"
-        elif len(data["size"]) != 2 or not data["classes"]:
-            wrong = "data.size is not of a height and a width, or data.classes is empty"
-        elif None in (*mean, *std) or {len(mean), len(std)} - {1, channels} or min(std) <= 0:
+        channels, mean, std = data["channels"], data["mean"], data["std"]
+        if not data["classes"]:
+            wrong = "data.classes is empty"
+        elif {len(mean), len(std)} - {1, channels} or min(std) <= 0:
             wrong = f"data.mean and data.std are not numbers for each of {channels} channels, std above 0"
     if wrong:
         raise LabError(f"{source} says of itself what cannot be: {wrong}. The file was damaged or changed. "
@@ -266,7 +264,7 @@ def _others(meta: dict[str, Any], settings: Settings) -> str:
     from .results import differences
 
     try:
-        found = differences(settings.from_values(meta["settings"]), settings) if "settings" in meta else ""
+        found = differences(settings.from_values(meta["settings"]), settings) if meta.get("settings") else ""
     except LabError:  # of another version
         found = ""
     return f" ({found})" if found else ""

@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import zlib
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,17 +49,22 @@ class Whole(NamedTuple):
         return f"a whole number from {self.low} to {self.high}"
 
 
-# What a line may hold. Other names are allowed: a recipe logs what it likes. A number is finite or null.
+class Needs(dict[str, Any]):
+    """Kinds by name, where every name must be there."""
+
+
+# What a line may hold. Other names are allowed: a recipe logs what it likes. A number that was not finite is null.
 _LINE = {"epoch": Whole(1), "seconds": float, "lr": float, "loss": float, "accuracy": float, "test_loss": float,
-         "train_accuracy": float, "importance": {...: {...: [float]}}}  # fmt: skip
-_CURVE = {"x": [float], "y": [float], "x_label": str, "y_label": str}
+         "train_accuracy": float, "importance": {...: {...: (float, float)}}}  # fmt: skip
 _RECORD = {
     "digest": str, "measurement": str, "run": str, "title": str, "kind": str, "n": Whole(), "seconds": float,
-    "accuracy": float, "arguments": dict, "branch": str, "branches": [str], "scalars": {...: float}, "curve": _CURVE,
-    "grid": {"values": [[float]], "x_label": str, "y_label": str}, "corruptions": {...: [float]}, "at": {...: [float]},
-    "not_finite": {"images": Whole(), "of": Whole()}, "settings": dict,
-    "samples": {"shape": [Whole(1)], "before": str, "after": str, "label": [str], "before_class": [str],
-                "after_class": [str]},
+    "accuracy": float, "branch": str, "branches": (str, str), "scalars": {...: float}, "settings": dict,
+    "arguments": {"severities": [Whole(1, 5)], "names": [str], "branches": (str, str), "units": str, "of": str,
+                  "eps": object, "std": object},
+    "curve": Needs(x=[float], y=[float]), "grid": Needs(values=[[float]]), "corruptions": {...: [float]},
+    "at": {...: (float,)}, "not_finite": Needs(images=Whole(), of=Whole()), "versions": {...: str}, "device": str,
+    "samples": Needs(shape=(Whole(1), Whole(1), Whole(1), Whole(1)), before=str, after=str, label=[str],
+                     before_class=[str], after_class=[str]),
 }  # fmt: skip
 
 
@@ -191,28 +197,37 @@ def read_json(text: str | bytes) -> Any:
 def misfit(value: Any, like: Any, name: str = "") -> str:
     """Which part of a JSON value is not like ``like``, in words; empty if all fits.
 
-    ``like`` is a type, a range (:class:`Whole`), a list of one kind, or kinds by name; the name ``...`` stands for
-    every name. A name may be missing or null, names that are not in ``like`` may hold anything.
+    ``like`` is a type, a range (:class:`Whole`), a list of one kind, a tuple of kinds, or kinds by name. The name
+    ``...`` stands for every name; a name may be missing or null except in :class:`Needs`, and names that are not in
+    ``like`` may hold anything. ``object`` is a number or a list of numbers.
 
     >>> misfit({"x": [1, "2"], "more": 3}, {"x": [float]})
     "x[1] is '2' and not a number"
     """
+    if like is object:
+        like = [float] if isinstance(value, list) else float
+    if isinstance(like, Whole):
+        return "" if type(value) is int and like.low <= value <= like.high else _is_not(name, value, str(like))
     if isinstance(like, dict):
         if not isinstance(value, dict):
             return _is_not(name, value, "a table")
+        needed = isinstance(like, Needs) or ... in like
         kinds = dict.fromkeys(value, like[...]) if ... in like else like
         parts = ((f"{name}.{k}" if name else k, value.get(k), kind) for k, kind in kinds.items())
-        return next((said for where, v, kind in parts if v is not None and (said := misfit(v, kind, where))), "")
-    if isinstance(like, list):
-        if not isinstance(value, list):
-            return _is_not(name, value, "a list")
-        return next((said for i, v in enumerate(value) if (said := misfit(v, like[0], f"{name}[{i}]"))), "")
-    if isinstance(like, Whole):
-        return "" if type(value) is int and like.low <= value <= like.high else _is_not(name, value, str(like))
+        return _first(misfit(v, kind, where) for where, v, kind in parts if needed or v is not None)
+    if isinstance(like, (list, tuple)):
+        kinds = like * len(value) if isinstance(like, list) and isinstance(value, list) else like
+        if not isinstance(value, list) or len(value) != len(kinds):
+            return _is_not(name, value, f"a list of {len(like)}" if isinstance(like, tuple) else "a list")
+        return _first(misfit(v, kind, f"{name}[{i}]") for i, (v, kind) in enumerate(zip(value, kinds, strict=True)))
     if like is float:
-        fits = value is None or (type(value) in (int, float) and abs(value) <= 1e300)  # comparisons take any integer
+        fits = type(value) in (int, float) and abs(value) <= 1e300  # comparisons take any integer
         return "" if fits else _is_not(name, value, "a number")
     return "" if type(value) is like else _is_not(name, value, {str: "text", dict: "a table"}[like])
+
+
+def _first(found: Iterator[str]) -> str:
+    return next(filter(None, found), "")
 
 
 def _is_not(name: str, value: Any, expected: str) -> str:
@@ -238,10 +253,31 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     path = folder / "results.jsonl"
     records = read_lines(path, "digest", "measurement", like=_RECORD)
     for number, record in enumerate(records, 1):
-        curve = record.get("curve")
-        if curve is not None and len(curve.get("x") or ()) != len(curve.get("y") or ()):
-            raise _of_line(path, number, "has a curve of fewer values than places, or of more")
+        if wrong := _apart(record):
+            raise _of_line(path, number, f"does not fit: {wrong}")
     return records
+
+
+def _apart(record: Mapping[str, Any]) -> str:
+    """What of a record does not belong together."""
+    curve, grid, corruptions, shown = (record.get(k) for k in ("curve", "grid", "corruptions", "samples"))
+    if record.get("kind") == "clean" and record.get("accuracy") is None:
+        return "it has no accuracy"
+    if curve and len(curve["x"]) != len(curve["y"]):
+        return f"its curve has {len(curve['y'])} values at {len(curve['x'])} places"
+    if grid and len({len(row) for row in grid["values"]} - {0}) != 1:
+        return "the rows of its grid differ in length"
+    if corruptions and (0 in map(len, corruptions.values()) or len({len(v) for v in corruptions.values()}) > 1):
+        return "its corruptions differ in the number of severities"
+    if shown:
+        images, values = shown["shape"][0], math.prod(shown["shape"])
+        try:
+            sizes = {len(b64decode(shown[k], validate=True)) for k in ("before", "after")}
+        except ValueError:
+            sizes = set()
+        if sizes != {values} or {len(shown[k]) for k in ("label", "before_class", "after_class")} != {images}:
+            return f"its samples are not {images} images of {values // images} values"
+    return ""
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -289,7 +325,7 @@ def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         tensor = tensors[name]
         found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
         if tensor.numel():
-            found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), found)
+            found = zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), found)  # type: ignore[arg-type]
     return f"{found:08x}"
 
 

@@ -185,7 +185,7 @@ def load_model(
         raise LabError(f"{path} is the folder of a study; name one of its runs: {path / 'runs'}/NAME.")
     home, path = path, path / "best.safetensors" if path.is_dir() else path
     tensors, meta = load_checkpoint(path, device=device)
-    if "settings" not in meta or "data" not in meta:
+    if meta.get("settings") is None or meta.get("data") is None:
         raise LabError(f"{path} has weights but does not say of which network; it was not written by normlab. "
                        "`normlab evaluate` takes it with --model, --norm and --data, or with --module "
                        "package.module:function.")  # fmt: skip
