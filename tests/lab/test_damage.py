@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.lab import LabError, Settings, load_model, study
+from normlab.lab.models import common
 from normlab.lab.run_state import load_weights
 from normlab.lab.store import load_checkpoint
 
@@ -255,7 +256,7 @@ def test_a_file_of_an_older_version_has_no_checksum_and_is_read(files, tmp_path)
     [
         ("weight", lambda w: w.where(w > 0, torch.nan), r"weights that are no finite numbers, in 1 of \d tensors"),
         ("weight", lambda w: w.where(w > 0, torch.inf), "no finite numbers"),
-        ("weight", torch.Tensor.long, r"1 of another type \(0.weight is torch.int64"),
+        ("weight", torch.Tensor.long, r"1 of \d weights of another type \(0.weight is torch.int64"),
         ("weight", torch.Tensor.bool, "0.weight is torch.bool"),
         ("weight", lambda w: w.to(torch.complex64), "0.weight is torch.complex64"),
         ("running_var", torch.Tensor.neg, r"negative variances \(0.running_var\)"),
@@ -263,7 +264,7 @@ def test_a_file_of_an_older_version_has_no_checksum_and_is_read(files, tmp_path)
         ("num_batches_tracked", torch.Tensor.float, "0.num_batches_tracked is torch.float32"),
     ],
 )
-def test_values_that_no_training_leaves_are_refused(name, change, sentence):
+def test_values_that_no_training_leaves_are_refused(tmp_path, name, change, sentence):
     norm = nn.BatchNorm2d(8)
     nn.init.normal_(norm.weight)
     model = nn.Sequential(norm)
@@ -271,6 +272,9 @@ def test_values_that_no_training_leaves_are_refused(name, change, sentence):
     with pytest.raises(LabError, match=sentence):
         load_weights(model, state | {f"0.{name}": change(state[f"0.{name}"])}, "a file")
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    torch.save(state | {f"0.{name}": change(state[f"0.{name}"])}, tmp_path / "a.pt")
+    with pytest.raises(LabError, match=sentence):
+        common.load_weights(model, str(tmp_path / "a.pt"), "the model")
     load_weights(model, {k: v.half() if v.is_floating_point() else v for k, v in state.items()}, "a file")
     load_weights(model, state | {"0.weight": torch.full((8,), torch.nan)}, "a run", diverged=True)
 

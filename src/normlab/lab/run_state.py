@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import LabError
+from .models.common import check_values
 from .optimizers import load_optimizer, optimizer_for, optimizer_state
 from .ranks import Ranks
 from .recipes import Context, Recipe
@@ -289,24 +290,13 @@ def check_weights(model: nn.Module, state: dict[str, Tensor], source: object, *,
     """Raise if :func:`load_weights` would not load ``state``."""
     own = model.state_dict()
     missing, surplus = [k for k in own if k not in state], [k for k in state if k not in own]
-    common = [(k, v, state[k]) for k, v in own.items() if k in state and isinstance(v, Tensor)]
-    other = [k for k, mine, theirs in common if mine.shape != theirs.shape]
-    kinds = [f"{k} is {theirs.dtype}" for k, mine, theirs in common if _kind(mine) != _kind(theirs)]
-    if missing or surplus or other or kinds:
-        found = {"missing": missing, "unknown": surplus, "of another shape": other, "of another type": kinds}
-        said = [f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in found.items() if names]
+    other = [k for k, v in own.items() if k in state and isinstance(v, Tensor) and v.shape != state[k].shape]
+    if missing or surplus or other:
+        kinds = {"missing": missing, "unknown": surplus, "of another shape": other}
+        said = [f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds.items() if names]
         raise LabError(f"{source} has the weights of another model: {', '.join(said)} of {len(own)} names. "
                        "Give the model, its options and its norm as they were trained.")  # fmt: skip
-    negative = [k for k, _, theirs in common if "running_var" in k.rpartition(".")[2] and bool((theirs < 0).any())]
-    if negative:
-        raise LabError(f"{source} has negative variances ({negative[0]}); the file was damaged or changed.")
-    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    lost = [k for k, _, theirs in common if theirs.is_floating_point()
-            and not bool((theirs.isfinite() if k in trained else ~theirs.isnan()).all())]  # fmt: skip
-    if lost and not diverged:
-        raise LabError(f"{source} has weights that are no finite numbers, in {len(lost)} of {len(own)} tensors "
-                       f"({lost[0]}, ...): its training diverged, or it was damaged. There is nothing to measure; "
-                       "train it at a lower learning rate.")  # fmt: skip
+    check_values(model, state, source, diverged=diverged)
 
 
 def _not_of(optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> str:
@@ -317,12 +307,6 @@ def _not_of(optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> str:
         if not (number.isdecimal() and int(number) < len(shapes) and value.shape in (shapes[int(number)], ())):
             return f"{name} {list(value.shape)}"
     return ""
-
-
-def _kind(tensor: Tensor) -> str:
-    """Numbers of another kind are no weights: complex ones, truth values, integers where fractions belong."""
-    dtype = tensor.dtype
-    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else str(dtype == torch.bool)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
