@@ -309,7 +309,7 @@ def test_a_folder_is_no_file_to_write(normlab, trained, tmp_path):
         ('{"digest": 3, "measurement": "clean"}', ("digest is 3 and not text",)),
         ('{"digest": "DIGEST", "measurement": "clean", "accuracy": "much"}', ("accuracy is 'much' and not a number",)),
         ('{"digest": "DIGEST", "measurement": "clean", "accuracy": 1e999}', ("accuracy is inf and not a number",)),
-        ('{"digest": "DIGEST", "measurement": "c", "curve": {"x": [1], "y": [1, 2]}}', ("its curve has 2 values at 1 places",)),
+        ('{"digest": "DIGEST", "measurement": "c", "curve": {"x": [1], "y": [1, 2]}}', ("has 2 values at 1 places",)),
         ('{"digest": "DIGEST", "measurement": "c", "curve": [1]}', ("curve is list and not a table",)),
         ('{"digest": "DIGEST", "measurement": "c", "grid": {"values": [[1], 2]}}', ("grid.values[1] is 2 and not a",)),
         ('{"digest": "DIGEST", "measurement": "c", "scalars": {"uCE": [1]}}', ("scalars.uCE is list",)),

@@ -49,7 +49,7 @@ class Whole(NamedTuple):
         return f"a whole number from {self.low} to {self.high}"
 
 
-class Needs(dict[str, Any]):
+class Needs(dict[Any, Any]):
     """Kinds by name, where every name must be there."""
 
 
@@ -205,7 +205,7 @@ def misfit(value: Any, like: Any, name: str = "") -> str:
     "x[1] is '2' and not a number"
     """
     if like is object:
-        like = [float] if isinstance(value, list) else float
+        return misfit(value, [float] if isinstance(value, list) else float, name)
     if isinstance(like, Whole):
         return "" if type(value) is int and like.low <= value <= like.high else _is_not(name, value, str(like))
     if isinstance(like, dict):
