@@ -8,7 +8,7 @@ torch.Size([2, 64, 8, 8])
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import layers
+from . import _start, layers
 from .engine.backends import backend
 from .engine.contract import Coefficients, Moments, StyleMoments
 from .engine.normalize import normalize

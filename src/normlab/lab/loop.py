@@ -187,7 +187,9 @@ class _Trainer:
             torch.cuda.synchronize(self.ctx.device)
         found |= {"lr": lr, "seconds": round(time.perf_counter() - start, 4)}
         found |= {"ranks": self.ranks.world} if self.ranks.world > 1 else {}
-        return found | ({"importance": weights} if weights else {})
+        # Those of a run that diverged are no numbers, and no shares of anything.
+        shares = torch.tensor([w for layer in weights.values() for pair in layer.values() for w in pair])
+        return found | ({"importance": weights} if weights and bool(shares.isfinite().all()) else {})
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
         """Batches with every training image once, in an order of this epoch; images may still be bytes."""

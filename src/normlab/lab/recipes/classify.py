@@ -15,7 +15,7 @@ from ..mixing import branches_of
 from ..predict import among, check_logits
 from . import Batch, Context, Phase, Recipe
 
-__all__ = ["RECIPE", "Classify"]
+__all__ = ["RECIPE", "Classify", "check_conditions"]
 
 _TEST_BATCH = 1000
 
@@ -43,6 +43,7 @@ class Classify(Recipe):
         return {"accuracy": 100 * correct / len(y), "test_loss": loss / len(y)}
 
     def check(self, model: nn.Module) -> None:
+        check_conditions(model)
         if names := branches_of(model):
             raise LabError(f"separated layers of this model have the branches {words(names)}, and one stream of images "
                            f"reaches one; take the recipe streams({names[0]}=..., {names[-1]}=...)")  # fmt: skip
@@ -57,6 +58,17 @@ class Classify(Recipe):
         if sparse:
             set_radius(model, progress)
         return sparse
+
+
+def check_conditions(model: nn.Module) -> None:
+    """Refuse layers that take a label, which would tell a classifier the answer, or a style, which it has none of."""
+    for module in model.modules():
+        for what in {"label", "style"} & getattr(module, "wants", frozenset()):
+            why = "the label is what a classifier is asked for, so its layers must not be told it"
+            why = why if what == "label" else "a classifier is given no style image"
+            raise LabError(f"{type(module).__name__} needs a {what}, and {why}. Such layers are for generators and "
+                           "style transfer. For two kinds of images, take auxiliary or sandwich_auxiliary with the "
+                           "recipe streams(...).")  # fmt: skip
 
 
 RECIPE = Classify()
