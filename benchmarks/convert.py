@@ -2,18 +2,19 @@
 
     python benchmarks/convert.py --out benchmarks/convert.csv
 
+Models that the file has already are left out, so that a run that was stopped goes on.
+
 Each row is a model and a target. ``kept`` layers compute the same function after the conversion, those
 ``kept_in_evaluation`` in that mode, ``new`` ones do not, and ``refused`` ones stay as they are, for the ``reason``. The
 errors are those of the outputs before and after, relative to the largest output, in float64: in evaluation, and with
-the norm layers alone in training mode. They are empty where a layer is new, or new in that mode. Weights and running
-statistics are random. Of a family of timm the model with the fewest parameters stands for all; families without norm
-layers are left out.
+the norm layers alone in training mode. They are empty where a layer is new, or new in that mode. After each conversion
+the model is undone, and gives the outputs that it gave. Affine maps and running statistics are random. Of a family of
+timm the model with the fewest parameters stands for all; families without norm layers are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -104,6 +105,7 @@ def error(before: Tensor, after: Tensor) -> float:
     return float((before - after).abs().max() / before.abs().max().clamp_min(1e-300))
 
 
+@torch.no_grad()
 def rows_of(library: str, name: str) -> list[dict[str, Any]]:
     model = lively(make(library, name).double())
     norms = sum(is_norm(m) for m in model.modules())
@@ -112,16 +114,20 @@ def rows_of(library: str, name: str) -> list[dict[str, Any]]:
         print(f"{library} {name}: {'no image fits' if norms else 'no norm layers'}")
         return []
     rows: list[dict[str, Any]] = []
-    want = {training: output(copy.deepcopy(model), x, training) for training in (False, True)}
+    running = [(t, t.clone()) for m in model.modules() if is_norm(m) for t in m.buffers()]
+    want = {training: output(model, x, training) for training in (False, True)}
+    for t, value in running:
+        t.copy_(value)
     for target in TARGETS:
         row: dict[str, Any] = {
             "library": library, "model": name, "target": target, "image": x.shape[-1], "norms": norms,
         }  # fmt: skip
         try:
-            new = normlab.convert(copy.deepcopy(model), target)
+            new = normlab.convert(model, target)
         except ValueError as refusal:
             row |= {"kept": 0, "kept_in_evaluation": 0, "new": 0, "refused": norms}
             rows.append({**row, "reason": str(refusal).split(": ", 1)[-1]})
+            print(*(f"{k}={v}" for k, v in rows[-1].items()))
             continue
         done = normlab.report(new)
         promised = Counter(c.kept for c in done.converted)
@@ -134,6 +140,9 @@ def rows_of(library: str, name: str) -> list[dict[str, Any]]:
                 row["error_training" if training else "error"] = f"{error(want[training], found):.1e}"
         rows.append(row)
         print(*(f"{k}={v}" for k, v in row.items()))
+        model = normlab.undo(new)
+        if not output(model, x, False).equal(want[False]):
+            raise RuntimeError(f"{library} {name} gives other outputs after the conversion to {target} was undone")
     return rows
 
 
@@ -149,10 +158,14 @@ def main() -> None:
     else:
         names = [*torchvision_names(), *timm_names()]
     where = machine(cpu(), timm=timm.__version__, torchvision=torchvision.__version__)
-    rows = [r for r in read(arguments.out) if arguments.only and (r["library"], r["model"]) not in names]
+    rows = read(arguments.out)
+    if arguments.only:
+        rows = [r for r in rows if (r["library"], r["model"]) not in names]
+    there = {(r["library"], r["model"]) for r in rows}
     for library, name in names:
-        rows += [{**row, **where} for row in rows_of(library, name)]
-    write(rows, arguments.out, {})
+        if (library, name) not in there:
+            rows += [{**row, **where} for row in rows_of(library, name)]
+            write(rows, arguments.out, {})
 
 
 if __name__ == "__main__":

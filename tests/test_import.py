@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
+from processes import LAST_RESORT
+
 OPTIONAL = (
     "jinja2",
     "matplotlib",
@@ -23,13 +25,15 @@ OPTIONAL = (
 
 
 def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LAST_RESORT
+    ).stdout
 
 
 class Imported(NamedTuple):
     """What ``import normlab`` adds to ``import torch``, in a process of its own."""
 
-    torch_time: float  # seconds
+    torch_time: float  # seconds of this process on a core: what others do meanwhile does not count
     own_time: float
     modules: set[str]
 
@@ -37,7 +41,7 @@ class Imported(NamedTuple):
 def import_both() -> Imported:
     code = """
 import sys
-from time import perf_counter as now
+from time import process_time as now
 start = now()
 import torch
 middle, before = now(), set(sys.modules)
@@ -83,7 +87,7 @@ print("done")
 
 
 def test_it_is_quick(imported):
-    """Compared with torch itself, in the same process: absolute times depend on the machine, so it has three tries."""
+    """Compared with torch itself, in the same process; a busy machine has colder caches, so there are three tries."""
     tries = chain((imported,), (import_both() for _ in range(2)))
     assert any(t.own_time < max(0.2, t.torch_time / 2) for t in tries)
 

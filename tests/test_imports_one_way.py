@@ -13,8 +13,19 @@ from typing import NamedTuple
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
-# A package may import itself and packages of lower levels. "normlab" is `normlab/__init__.py`, with the public names.
-LEVEL = {"engine": 0, "statistics": 1, "cpu": 2, "gpu": 2, "layers": 3, "model": 4, "normlab": 5, "lab": 6}
+# A package may import itself and packages of lower levels. "normlab" is `normlab/__init__.py`, with the public names,
+# and "_start" comes before torch.
+LEVEL = {
+    "_start": -1,
+    "engine": 0,
+    "statistics": 1,
+    "cpu": 2,
+    "gpu": 2,
+    "layers": 3,
+    "model": 4,
+    "normlab": 5,
+    "lab": 6,
+}
 # What the core imports by name, at any time: the back end of the first tensor, and the files that register a rule.
 BY_NAME = {("normlab.engine.backends", "normlab.{}.backend"), ("normlab.statistics", "normlab.statistics.{}")}
 

@@ -8,7 +8,7 @@ torch.Size([2, 64, 8, 8])
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import layers
+from . import _start, layers
 from .engine.backends import backend
 from .engine.contract import Coefficients, Moments, StyleMoments
 from .engine.normalize import normalize
@@ -17,15 +17,17 @@ from .layers import *
 from .model.calibrate import calibrate
 from .model.convert import convert, undo
 from .model.draw import draw
-from .model.fixup import fixup, fixup_parameters
+from .model.fixup import fixup
 from .model.fold import fold
 from .model.fuse import fuse
 from .model.mixtures import harden, importance, set_radius
+from .model.norm_layer import norm_layer
 from .model.official import OfficialKeys, load_official
+from .model.parameter_groups import clip_gradients, parameter_groups
 from .model.plain_layers import merge_sandwich
 from .model.report import Report, report
 from .model.routing import keep_route, route
-from .model.scopes import frozen, guarded, no_update, with_batch_statistics
+from .model.scopes import accumulated, frozen, guarded, no_update, with_batch_statistics
 from .model.sync import sync, unsync
 from .model.targets import TARGETS
 from .statistics.base import Statistics
@@ -65,13 +67,14 @@ __all__ = [
     "Single",
     "Statistics",
     "StyleMoments",
+    "accumulated",
     "backend",
     "build_host",
     "calibrate",
+    "clip_gradients",
     "convert",
     "draw",
     "fixup",
-    "fixup_parameters",
     "fold",
     "frozen",
     "fuse",
@@ -83,7 +86,9 @@ __all__ = [
     "load_official",
     "merge_sandwich",
     "no_update",
+    "norm_layer",
     "normalize",
+    "parameter_groups",
     "predict_statistics",
     "register",
     "report",

@@ -349,6 +349,63 @@ def test_hooks_that_lose_the_layout(which: str):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def shifted(t: Tensor) -> Tensor:
+    """A copy in the same layout at an address that is no multiple of 16."""
+    room = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return room.as_strided(t.shape, t.stride(), 1).copy_(t.detach())
+
+
+def strided(t: Tensor) -> Tensor:
+    """A copy with gaps."""
+    room = torch.empty(*t.shape, 2, dtype=t.dtype, device=t.device)
+    return room[..., 0].copy_(t.detach())
+
+
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "shifted": shifted, "strided": strided, "aligned": lambda t: t.detach().clone(),
+}  # fmt: skip
+MOVED_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: normlab.BatchNorm2d(4, act="relu"),
+    "switchable": lambda: normlab.SwitchNorm2d(4, act="silu"),
+    "sandwich": lambda: normlab.SandwichBatchNorm2d(4, 3, init_std=0.1, act="relu"),
+    "positional": lambda: normlab.PositionalNorm2d(4, act="relu"),
+    "mode": lambda: normlab.ModeNorm2d(4),
+    "recorded": lambda: normlab.Norm2d(4, ("group(2)", "group(1)")),
+}
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["from an aligned input", "from one that is not"])
+@pytest.mark.parametrize("how", MOVES)
+@pytest.mark.parametrize("which", ["python", "compiled"])
+@pytest.mark.parametrize("name", MOVED_LAYERS)
+def test_hooks_that_move_tensors(name: str, which: str, how: str, odd: bool, monkeypatch: pytest.MonkeyPatch):
+    """Kernels are compiled for addresses: backward gives them tensors as forward did, wherever hooks put these."""
+    layer, places = MOVED_LAYERS[name]().to(DEVICE), []
+    x, residual = (input_of(3, 4, 3, 3) for _ in range(2))
+    x, residual = ((shifted(t) if odd else t).requires_grad_() for t in (x, residual))
+    along = (torch.tensor([0, 2, 2], device=DEVICE),) if name == "sandwich" else ()
+
+    def recorded(launch: Launch, tensors: Any, pointers: Any, numbers: Any = ()) -> None:
+        places.append([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
+        (made_up if DEVICE == "cpu" else really)(launch, tensors, pointers, numbers)
+
+    monkeypatch.setattr(Launch, "__call__", recorded)
+    dy, of, expected = torch.randn_like(x), (x, residual, *layer.parameters()), ()
+    with normlab.backend("triton", host=which), normlab.no_update(layer):
+        for _ in range(2):
+            y = layer(x, *along, residual=residual)
+            places.clear()
+            expected = torch.autograd.grad(y, of, dy)
+        before = [list(p) for p in places]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, MOVES[how]):
+            y = layer(x, *along, residual=residual)
+            places.clear()
+            found = torch.autograd.grad(y, of, dy)
+    assert places == before and (DEVICE == "cuda" or len(places) > 0)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_nothing_is_recorded_where_nothing_is_differentiated(compiled: None):
     layer, x = normlab.BatchNorm2d(4).to(DEVICE), input_of(3, 4, 3, 3)
     layer(x)

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -10,12 +12,16 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from normlab.lab import Settings, load_checkpoint, read_results, study
+from normlab.lab import LabError, Settings, load_checkpoint, read_results, study
 from normlab.lab.cli import main
 from normlab.lab.commands import seeds_of
-from normlab.lab.display import Clock, Lines
+from normlab.lab.display import Clock, Lines, Screen
+from normlab.lab.evaluate import parse
 from normlab.lab.measurements import found_values
+from normlab.lab.report.terminal import table
+from normlab.lab.reproduce import entries
 from normlab.lab.texts import split
+from processes import LAST_RESORT
 
 SMALL = ("--data", "digits", "--model", "mlp", "--depth", "2", "--width", "8", "--epochs", "1", "--train-size", "200",
          "--test-size", "100", "--batch-size", "50")  # fmt: skip
@@ -122,6 +128,9 @@ def test_evaluate_a_checkpoint(normlab, trained, tmp_path):
     assert f"{trained.records[0]['values']['accuracy']:.2f}" in out and "fgsm" in out
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [r["measurement"] for r in records] == ["clean", "fgsm"] and records[0]["n"] == 100
+    for given, expected in (("0", 360), ("50", 50)):  # all, and as many as asked for
+        code, out, _ = normlab("evaluate", trained.folder, "--measure", "clean", "--test-size", given)
+        assert code == 0 and out.split()[-2] == str(expected)
 
 
 OWN = """
@@ -129,6 +138,11 @@ import torch
 def network(width=8):
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+def wide():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64))
+def convolutional():
+    pooled = (torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    return torch.nn.Sequential(torch.nn.LazyConv2d(10, 3), *pooled)
 number = 3
 """
 
@@ -150,6 +164,11 @@ def test_evaluate_a_module_of_ones_own(normlab, tmp_path, monkeypatch):
     refused(normlab(*common, "--mean", "0.3"), "belong together")
     refused(normlab(*common, "--mean", "a", "--std", "b"), "numbers with commas")
     refused(normlab(*common, "--mean", "0.3", "--std", "0"), "above 0")
+    where = ("--module", "mine_for_this_test:wide")
+    refused(normlab("evaluate", *where, *common[3:]), "64 outputs, but digits has 10 classes")
+    where = ("--module", "mine_for_this_test:convolutional")
+    refused(normlab("evaluate", *where, *common[3:], "--mean", "0.3,0.3,0.3", "--std", "1,1,1"), "a mean of 3 channels",
+            "1 x 8 x 8")  # fmt: skip
     refused(normlab(*common, "--weights", "none.pt"), "no weights")
     (tmp_path / "bad.pt").write_bytes(b"nothing")
     refused(normlab(*common, "--weights", "bad.pt"), "cannot be read as weights")
@@ -214,11 +233,21 @@ def test_bench_gives_ratios(normlab, monkeypatch):
     assert code == 0, err
     rows = [line.split() for line in out.splitlines()[2:]]
     assert [r[0] for r in rows] == ["torch", "switchable"] and all(float(r[-1]) > 0 for r in rows)
+    code, out, err = normlab("bench", "--norms", "auxiliary,conditional,sandwich", "--rounds", "1")
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["auxiliary", "conditional", "sandwich"]
+    refused(normlab("bench", "--norms", "separated('batch', affine='style')", "--rounds", "1"), "needs a style image")
 
 
-def test_reproductions_are_listed(normlab):
+def test_reproductions_are_listed(normlab, monkeypatch):
     code, out, _ = normlab("reproduce", "--list")
     assert code == 0 and "vulnerability-table2" in out
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = normlab("reproduce", "--list")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    for entry in entries().values():
+        assert f"{entry.name} {entry.minutes:g} {entry.what} default: {entry.default} --full: {entry.full}" in words
     refused(normlab("reproduce", "vulnerability-tabel2"), "vulnerability-table2")
 
 
@@ -241,12 +270,70 @@ def test_reproductions_are_listed(normlab):
         (("--device", "toaster"), ("toaster",)),
         (("--config", "none.toml"), ("no settings file none.toml",)),
         (("--train-size", "1000000"), ("1,000,000",)),
+        (("--norms", "none,conditional"), ("norm conditional: ConditionalBatchNorm2d needs a label", "generators")),
+        (("--norms", "sandwich"), ("SandwichBatchNorm2d needs a label", "auxiliary")),
+        (("--norms", "'" + "(" * 100_000), ("does not read as norms", "of 100,001 letters")),
+        (("--device", "meta"), ("device 'meta' cannot be used here",)),
+        (("--seeds", f"{2**63},"), ("seed must be at least 0 and at most 9223372036854775807",)),
+        (("--batch-size", str(10**40)), ("batch_size must be at least 1 and at most 2147483647", "of 133 bits")),
     ],
-    ids=lambda a: " ".join(a) if isinstance(a, tuple) and a[0].startswith("--") else "",
+    ids=lambda a: " ".join(a)[:40] if isinstance(a, tuple) and a[0].startswith("--") else "",
 )
 def test_what_is_wrong_is_a_sentence_and_nothing_is_written(normlab, tmp_path, arguments, words):
     refused(normlab("compare", "--out", "study", *arguments), *words)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_path_is_none(normlab, trained, tmp_path):
+    """Python takes the empty text for the current folder, which a run would fill."""
+    for arguments in (
+        ("compare", "--out", ""),
+        ("train", "--out", " "),
+        ("report", ""),
+        ("evaluate", "", "--root", ""),
+    ):
+        code, out, err = normlab(*arguments)
+        assert code == 2 and not out and "the path is empty" in err
+    with pytest.raises(LabError, match="out is empty"):
+        study.compare(["none"], out="")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_file_to_write(normlab, trained, tmp_path):
+    refused(normlab("report", trained.folder, "--out", "."), ". is a folder, and a file is to be written")
+    refused(normlab("report", trained.folder, "--format", "csv", "--out", tmp_path), "is a folder")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[" * 100_000, ("is not a JSON object",)),
+        ('{"digest": 3, "measurement": "clean"}', ("digest is 3 and not text",)),
+        ('{"digest": "DIGEST", "measurement": "clean", "accuracy": "much"}', ("accuracy is 'much' and not a number",)),
+        ('{"digest": "DIGEST", "measurement": "clean", "accuracy": 1e999}', ("accuracy is inf and not a number",)),
+        ('{"digest": "DIGEST", "measurement": "c", "curve": {"x": [1], "y": [1, 2]}}', ("has 2 values at 1 places",)),
+        ('{"digest": "DIGEST", "measurement": "c", "curve": [1]}', ("curve is list and not a table",)),
+        ('{"digest": "DIGEST", "measurement": "c", "grid": {"values": [[1], 2]}}', ("grid.values[1] is 2 and not a",)),
+        ('{"digest": "DIGEST", "measurement": "c", "scalars": {"uCE": [1]}}', ("scalars.uCE is list",)),
+        ('{"digest": "DIGEST", "measurement": "c", "samples": {"shape": "x"}}', ("samples.shape is 'x'",)),
+    ],
+)  # fmt: skip
+def test_a_line_of_results_of_another_type_is_named(normlab, trained, tmp_path, line, words):
+    folder = shutil.copytree(trained.folder, tmp_path / "run")
+    results = (folder / "results.jsonl").read_text()
+    (folder / "results.jsonl").write_text(results + line.replace("DIGEST", trained.settings.digest()) + "\n")
+    refused(normlab("report", folder), "results.jsonl, line 2", "Remove that line and run again", *words)
+    (folder / "results.jsonl").write_text(results)
+    assert normlab("report", folder)[0] == 0  # the advice leads on
+
+
+def test_the_advice_about_a_broken_log_leads_on(normlab, tmp_path):
+    normlab("train", "--out", "run", *SMALL)
+    (tmp_path / "run" / "log.jsonl").write_text("{\n")
+    refused(normlab("train", "--out", "run", *SMALL), "log.jsonl, line 1", "Remove the folder of this run")
+    shutil.rmtree(tmp_path / "run")
+    assert normlab("train", "--out", "run", *SMALL)[0] == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 99, "cut"])
@@ -293,6 +380,44 @@ def test_too_little_memory_is_a_sentence(normlab, monkeypatch, error):
     refused(normlab("train", "--out", "run", *SMALL), "there is not enough memory", "What is finished is kept.")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
+@pytest.mark.parametrize("arguments", [("report", "RUN", "--format", "csv"), ("reproduce", "--list"), ("-h",)])
+def test_a_full_device_as_output_is_a_sentence(trained, arguments):
+    asked = [str(trained.folder) if a == "RUN" else a for a in arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "normlab.lab", *asked],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LAST_RESORT,
+        )
+    assert done.returncode == 2 and done.stderr.startswith("normlab: the output cannot be written: the disk is full")
+    assert done.stderr.count("\n") == 1
+
+
+EARLY = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+"""
+
+
+@pytest.mark.parametrize("name", ["torch", "normlab.layers", "normlab.lab.errors", "typer", "normlab.lab.study"])
+def test_an_interruption_in_the_first_second_shows_no_traceback(tmp_path, name):
+    (tmp_path / "sitecustomize.py").write_text(EARLY.format(name=name))
+    paths = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    done = subprocess.run(
+        [sys.executable, "-m", "normlab.lab", "compare", "--out", str(tmp_path / "study")],
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 130 and done.stderr.startswith("normlab: interrupted."), done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout and not (tmp_path / "study").exists()
+
+
 def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -304,15 +429,28 @@ def test_an_interruption_says_that_the_command_goes_on(normlab, monkeypatch):
 
 def test_without_the_extra_it_is_said_how_to_install_it(capsys):
     program = "import sys; sys.modules['typer'] = None; from normlab.lab.cli import main; main(['compare'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT)
     assert done.returncode == 2 and "pip install 'normlab[lab]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_python_m_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "normlab.lab", "--help"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "normlab.lab", "--help"], capture_output=True, text=True, timeout=LAST_RESORT
+    )
     assert done.returncode == 0 and "Usage: normlab" in done.stdout
     for command in ("compare", "train", "evaluate", "report", "reproduce", "bench", "inspect"):
         assert f" {command} " in done.stdout
+
+
+def test_help_shows_defaults_and_choices(normlab):
+    code, out, _ = normlab("compare", "--help")
+    words = " ".join(out.replace("│", " ").split())
+    assert code == 0
+    for said in (
+        "--optimizer sgd|adam|adamw Optimizer. [default: (sgd)]", "--nesterov true|false", "[default: (0.0005)]",
+        "(none, batch, group, batch_group(4), switchable)", "How many, 3, or which, 0,2,5. [default: (2)]",
+    ):  # fmt: skip
+        assert said in words, said
 
 
 def test_lists_of_the_command_line():
@@ -320,23 +458,45 @@ def test_lists_of_the_command_line():
     assert seeds_of("3") == [0, 1, 2] and seeds_of("2,") == [2] and seeds_of("4,0") == [4, 0]
 
 
-def test_a_terminal_shows_a_table_and_the_time_left(monkeypatch, tmp_path):
-    import io
-
-    from rich.console import Console
-
-    from normlab.lab.display import Screen
-
+def test_a_terminal_shows_the_final_table_as_it_grows_and_the_time_left(tmp_path):
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     base = Settings(data="digits", model="linear", epochs=2, train_size=100, test_size=50, batch_size=50)
-    asked = study.Study(base, {"norm": ["none"], "seed": [0, 1]}, ("clean",), tmp_path)
-    with Screen(console, asked.grid(), ["clean"], lambda s: s.norm) as screen:
-        study.run_study(asked, progress=screen)
+    measured = ("clean", "noise", "noise-curve(std=[0, 1])", "corruptions(names=[brightness], severities=[1])")
+    asked = study.Study(base, {"norm": ["none"], "seed": [0, 1]}, measured, tmp_path)
+    with Screen(console, asked.grid(), [parse(m).name for m in measured], lambda s: s.norm) as screen:
         console.print(screen._render())
+        begun = console.file.getvalue()  # type: ignore[attr-defined]
+        results = study.run_study(asked, progress=screen)
+        grown = screen._render().renderables[0]
+        console.print(screen._render())
+    assert "configuration" in begun and "none" in begun and "0/12 epochs and measurements" in begun
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    mean = study.read_results(tmp_path).table("clean")[0].mean
-    assert f"{mean:.1f}" in shown and "6/6" in shown and "left" in shown
+    assert "12/12 epochs and measurements" in shown and "left" in shown
     assert screen.clock.seconds() == 0
+    final = table(study.read_results(tmp_path), 120)
+    assert results.table("clean")[0].n == 2
+    columns = [[(str(c.header), [str(x) for x in c.cells]) for c in t.columns] for t in (grown, final)]  # type: ignore[union-attr]
+    assert columns[0] == columns[1] and len(columns[0]) >= 4
+
+
+def test_progress_has_units(monkeypatch):
+    from normlab.lab import display
+
+    clock = iter([0.0, 0.5, 2.0])
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    settings = Settings(epochs=3, batch_size=50)
+    screen = Screen(console, [settings], ["clean"], lambda s: s.norm)
+    screen.run(settings, done_epochs=1)
+    for epoch, step in ((2, 10), (2, 20), (3, 10)):
+        screen.step(epoch, step, 40)
+    console.print(screen._render())
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1,000 images/s" in shown and "2.2/3 epochs" in shown  # 10 steps of 50 in half a second
+    screen.measuring(settings, "clean")
+    screen.measuring_step("clean", 3, 7)
+    console.print(screen._render())
+    assert "3/7 batches" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
@@ -349,7 +509,7 @@ def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
     lines.measured(settings, found_values({"measurement": "affinity", "accuracy": 12.5, "scalars": {"affinity": -2.0}}))
     said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.partition("seed 0: ")[2] for line in said] == [
-        "1 epoch, loss 0, accuracy 90",
+        "1 epoch, loss 0, accuracy 90 %",
         "between 97.85 %, mean of the curve",
         "affinity 12.50 %, affinity -2.00 points",
     ]

@@ -573,3 +573,14 @@ def test_what_only_the_data_can_tell(model: Classifier, data: Data) -> None:
             mixes(nn.BatchNorm2d(2), ("main", "aux"))
         with pytest.raises(LabError, match="there is no branch 'axu'; did you mean 'aux'"):
             mixes(both, ("main", "axu"))
+
+
+@pytest.mark.parametrize("statistics", ["batch", "positional"])
+def test_an_activation_that_follows_takes_what_was_mixed(statistics):
+    layer: Any = normlab.Norm2d(2, statistics, "branch", branches=("main", "aux")).eval()
+    layer.branch_weight["aux"].data.fill_(-1.0)
+    x = torch.randn(2, 2, 4, 4)
+    mean = layer(x, branch="main") * 0.75 + layer(x, branch="aux") * 0.25
+    layer.follow(nn.Identity(), nn.Sigmoid())
+    with mixed_branches(layer, 0.25):
+        torch.testing.assert_close(layer(x), mean.sigmoid())

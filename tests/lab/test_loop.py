@@ -4,10 +4,10 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import normlab
-from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint, quick
+from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, load_checkpoint, quick, save_checkpoint
 from normlab.lab import loop as loop_module
 from normlab.lab import run_state as state_module
 from normlab.lab.loop import estimate_statistics, learning_rate
@@ -26,6 +26,7 @@ from normlab.lab.recipes import Phase, Recipe, recipe
 from normlab.lab.recipes.classify import Classify
 from normlab.lab.seeds import generator
 from normlab.model.calibrate import averaging, estimate
+from processes import LAST_RESORT
 
 TINY = Settings(model="mlp", norm="batch", depth=2, width=8, epochs=3, batch_size=8, lr=0.05)
 
@@ -226,36 +227,49 @@ def test_an_interruption_between_files_is_put_right(cut, tmp_path, monkeypatch):
 
 
 KILLED = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_loop import TINY, tiny_data, trained
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
-trained(replace(TINY, epochs=14, best="test"), tiny_data(80), folder={folder!r})
+import os, signal, sys
+sys.path[:0] = {paths!r}
+from normlab.lab import run_state, store
+from test_loop import KILLED_RUN, tiny_data, trained
+
+def killing(call):
+    def counted(*arguments, **given):
+        global left
+        made = call(*arguments, **given) if {after} else None
+        left -= {what!r} in str(arguments)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made if {after} else call(*arguments, **given)
+    return counted
+
+left = {count}
+{where} = killing({where})
+trained(KILLED_RUN, tiny_data(80), folder={folder!r})
 """
+KILLED_RUN = replace(TINY, epochs=6, best="test")
+MOMENTS = {
+    "after the second line of the log": ("run_state.append_line", "log.jsonl", 2, True),
+    "while the fourth state is written": ("os.replace", "last.safetensors", 4, False),
+    "before the best weights are": ("run_state.save_checkpoint", "best.safetensors", 1, False),
+}
 
 
-def test_kill_9_loses_at_most_the_current_epoch(tmp_path):
-    folder, settings = tmp_path / "run", replace(TINY, epochs=14, best="test")
-    program = KILLED.format(tests=os.path.dirname(__file__), folder=str(folder))
-    model, history = trained(settings, tiny_data(80))
-    log = folder / "log.jsonl"
-
-    def lines():
-        return log.read_bytes().count(b"\n") if log.exists() else 0
-
-    for upto in (2, 5):
-        process = subprocess.Popen([sys.executable, "-c", program])
-        while process.poll() is None and lines() < upto:
-            time.sleep(0.001)
-        seen = lines()
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        assert load_checkpoint(folder / "last.safetensors")[1]["epoch"] >= seen - 1
-    again, resumed = trained(settings, tiny_data(80), folder=folder)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_kill_9_loses_at_most_the_current_epoch(tmp_path, moment):
+    where, what, count, after = MOMENTS[moment]
+    folder, tests = tmp_path / "run", os.path.dirname(__file__)
+    program = KILLED.format(
+        paths=[tests, os.path.dirname(tests)], folder=str(folder), where=where, what=what, count=count, after=after
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    lines = (folder / "log.jsonl").read_bytes().count(b"\n")
+    assert load_checkpoint(folder / "last.safetensors")[1]["epoch"] >= lines - 1 >= 0
+    again, resumed = trained(KILLED_RUN, tiny_data(80), folder=folder)
+    model, history = trained(KILLED_RUN, tiny_data(80))
     assert numbers(resumed) == numbers(history)
     same_state(model.state_dict(), again.state_dict())
+    assert not list(folder.glob(".*.partial"))
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
@@ -273,6 +287,89 @@ def test_a_finished_run_is_not_trained_again_for_want_of_its_state(tmp_path, mon
     again, seen = trained(TINY, folder=tmp_path)
     assert numbers(seen) == numbers(history) and seen.best == history.best
     same_state(again.state_dict(), model.state_dict())
+
+
+def test_best_weights_of_another_run_are_told(tmp_path):
+    """Of the same network, so that they would load, and of the same epoch."""
+    settings, data = replace(TINY, best="test", lr=2.0, schedule="constant", epochs=8), tiny_data()
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    model, history = trained(settings, data, folder=mine)
+    assert history.best < 8
+    good = (mine / "best.safetensors").read_bytes()
+    trained(replace(settings, seed=1), data, folder=other)
+    tensors, meta = load_checkpoint(other / "best.safetensors")
+    save_checkpoint(mine / "best.safetensors", tensors, meta | {"epoch": history.best})
+    before = {p.name: p.read_bytes() for p in mine.iterdir()}
+    with pytest.raises(
+        LabError, match=r"best.safetensors is of another run \(seed was 1 and is 0 now\): files were mixed"
+    ):
+        trained(settings, data, folder=mine)
+    assert {p.name: p.read_bytes() for p in mine.iterdir()} == before
+    (mine / "last.safetensors").unlink()
+    with pytest.raises(LabError, match=r"of another run .* Put the right one back\. Remove the folder"):
+        trained(settings, data, folder=mine)
+    (mine / "best.safetensors").write_bytes(good)
+    same_state(trained(settings, data, folder=mine)[0].state_dict(), model.state_dict())
+    wrong = {k: v[..., None] for k, v in load_checkpoint(mine / "best.safetensors")[0].items()}
+    save_checkpoint(mine / "best.safetensors", wrong, load_checkpoint(mine / "best.safetensors")[1])
+    with pytest.raises(LabError, match="weights of another model"):
+        trained(settings, data, folder=mine)
+
+
+def test_best_weights_that_the_state_has_too_are_put_back(tmp_path):
+    model, _ = trained(TINY, folder=tmp_path / "mine")
+    trained(replace(TINY, seed=1), folder=tmp_path / "other")
+    best = tmp_path / "mine" / "best.safetensors"
+    good = best.read_bytes()
+    best.write_bytes((tmp_path / "other" / "best.safetensors").read_bytes())
+    again, _ = trained(TINY, folder=tmp_path / "mine")
+    same_state(again.state_dict(), model.state_dict())
+    assert best.read_bytes() == good
+
+
+def test_best_weights_that_are_missing_are_named_with_a_way_on(tmp_path):
+    settings, data = replace(TINY, best="test", lr=2.0, schedule="constant", epochs=8), tiny_data()
+    _, history = trained(settings, data, folder=tmp_path / "run")
+    assert history.best < 8
+    (tmp_path / "run" / "best.safetensors").unlink()
+    with pytest.raises(LabError, match=r"best.safetensors is missing: .* Remove the folder of this run"):
+        trained(settings, data, folder=tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    assert numbers(trained(settings, data, folder=tmp_path / "run")[1]) == numbers(history)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"optimizer.model.0.momentum_buffer": torch.zeros(1, 2, 3)}, "state of another optimizer"),
+        ({"optimizer.model.99.momentum_buffer": torch.zeros(1)}, "state of another optimizer"),
+        ({"optimizer.model.x.momentum_buffer": torch.zeros(1)}, "state of another optimizer"),
+    ],
+    ids=["a shape", "a number", "no number"],
+)
+def test_a_state_of_another_optimizer_is_a_sentence(tmp_path, change, sentence):
+    trained(TINY, folder=tmp_path)
+    tensors, meta = load_checkpoint(tmp_path / "last.safetensors")
+    save_checkpoint(tmp_path / "last.safetensors", tensors | change, meta)
+    with pytest.raises(LabError, match=f"{sentence} .* Remove the folder of this run"):
+        trained(TINY, folder=tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"epoch": "2"}, {"best_epoch": -1}, {"best_score": []}, {"settings": 3}])
+def test_a_state_that_says_of_itself_what_cannot_be_is_a_sentence(tmp_path, change):
+    trained(TINY, folder=tmp_path)
+    tensors, meta = load_checkpoint(tmp_path / "last.safetensors")
+    save_checkpoint(tmp_path / "last.safetensors", tensors, meta | change)
+    with pytest.raises(LabError, match=f"says of itself what cannot be: {min(change)} is "):
+        trained(TINY, folder=tmp_path)
+
+
+def test_a_run_that_diverged_resumes(tmp_path):
+    diverges = replace(TINY, norm="none", lr=1e12, momentum=0.0)
+    _, history = trained(diverges, folder=tmp_path)
+    again, seen = trained(diverges, folder=tmp_path)
+    assert numbers(seen) == numbers(history)
+    assert not all(v.isfinite().all() for v in again.state_dict().values())
 
 
 def test_a_state_of_other_settings_is_refused_and_left_alone(tmp_path):
@@ -349,7 +446,7 @@ def test_averaged_weights_are_averages_with_statistics_of_their_own():
     has_statistics_of_its_weights(model, history, settings, data)
 
 
-@pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)"])
+@pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)", "torch(momentum=None)"])
 def test_layers_that_average_all_batches_are_tested_with_statistics_of_the_weights_as_they_are(norm):
     settings, data = replace(TINY, norm=norm, epochs=2, augment=False), tiny_data()
     model, history = trained(settings, data)
@@ -615,3 +712,20 @@ def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
         nn.Conv2d(data.channels, 4, 3), normlab.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(1, 10)
     )
     assert acts(quick.fused(refusing, Classify(), ctx)) == 1  # by its graph alone: the example is not to its taste
+
+
+def test_sparse_mixtures_learn_slowly_and_their_gradients_are_clipped(monkeypatch):
+    """The logits take steps of at most a tenth of the rate together, however steep the loss."""
+
+    class Steep(Classify):
+        def step(self, model, batch, ctx):
+            found = super().step(model, batch, ctx)
+            return found | {"loss": 1e6 * found["loss"]}
+
+    settings = replace(TINY, norm="sparse_switchable", epochs=1, momentum=0.0, schedule="constant", lr=1e-3)
+    before, steps = model_of(settings, tiny_data()), 40 // TINY.batch_size + 1
+    model, _ = trained(settings, tiny_data(), task=Steep())
+    logits = [n for n, _ in model.named_parameters() if n.endswith(("mean_weight", "var_weight"))]
+    assert logits
+    start, end = (torch.cat([m.get_parameter(n).detach() for n in logits]) for m in (before, model))
+    assert 0 < (end - start).norm() <= steps * 1e-4

@@ -456,8 +456,9 @@ def test_fixup_initialisation(model: str, blocks: int) -> None:
             assert conv.weight.std().item() == pytest.approx((2 / fan_out / blocks) ** 0.5, rel=0.05)
     assert all(m.bias is None for m in convs.values())
     assert net(torch.rand(2, 3, 32, 32)).abs().max() == 0, "the classifier starts at zero"
-    groups = normlab.fixup_parameters(net, lr=0.1)
-    assert [g["lr"] for g in groups] == pytest.approx([0.1, 0.01]) and {p.numel() for p in groups[1]["params"]} == {1}
+    groups = normlab.parameter_groups(net, lr=0.1, decay_biases=True)
+    assert [g["lr"] for g in (groups[0], groups[-1])] == pytest.approx([0.1, 0.01])
+    assert {p.numel() for p in groups[-1]["params"]} == {1}
 
 
 def test_wide_fixup_keeps_one_norm_and_says_so() -> None:
@@ -478,7 +479,7 @@ def test_fixup_learns() -> None:
     net = build("wrn-10-1", like(1, 8, 4), "fixup(final_norm='none')", seed=0)
     x, y = torch.rand(32, 1, 8, 8), torch.arange(32) % 4
     x[:, :, :4] += y.view(-1, 1, 1, 1) * 0.2
-    optimizer = torch.optim.SGD(normlab.fixup_parameters(net, lr=0.1), momentum=0.9)
+    optimizer = torch.optim.SGD(normlab.parameter_groups(net, lr=0.1), momentum=0.9)
     losses = []
     for _ in range(30):
         optimizer.zero_grad()

@@ -25,7 +25,7 @@ from normlab.lab.ranks import ALONE, Ranks, joined
 from normlab.lab.recipes import Phase
 from normlab.lab.recipes.classify import Classify
 from normlab.lab.torchrun import lead
-from processes import filled_once, join, run_ranks
+from processes import LAST_RESORT, filled_once, join, run_ranks
 
 BASE = Settings(model="mlp", norm="layer", depth=2, width=8, epochs=3, batch_size=8, lr=0.05)
 PGD = "eps=0.1, units=pixels, steps=2, norm=l2"
@@ -272,7 +272,7 @@ def torchrun(*arguments, program=("-m", "normlab.lab")):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     return subprocess.run(
-        [*command, *program, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment
+        [*command, *program, *map(str, arguments)], capture_output=True, text=True, timeout=LAST_RESORT, env=environment
     )  # fmt: skip
 
 

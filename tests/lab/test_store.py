@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from normlab.lab import LabError, Settings, load_checkpoint, save_checkpoint, store, toml
 from normlab.lab import settings as settings_module
+from processes import LAST_RESORT
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_then_removed(tmp_path):
@@ -91,7 +92,7 @@ for write in (
     else:
         sys.exit("no error")
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LAST_RESORT)
     assert (tmp_path / "text").read_text() == "before"
     assert load_checkpoint(tmp_path / "weights.safetensors")[1] == {"epoch": 1}
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
@@ -108,6 +109,38 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         store.write_atomic(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+WRITES = """
+import os, signal, sys
+from normlab.lab import store
+def killed(*_):
+    print("written", flush=True)
+    {end}
+os.replace = killed
+store.write_atomic({path!r}, "new")
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_stays(tmp_path):
+    path = tmp_path / "last.safetensors"
+    killed = WRITES.format(path=str(path), end="os.kill(os.getpid(), signal.SIGKILL)")
+    alive = WRITES.format(path=str(tmp_path / "best.safetensors"), end="sys.stdin.read(); os._exit(0)")
+    assert subprocess.run([sys.executable, "-c", killed], capture_output=True).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1
+    with subprocess.Popen([sys.executable, "-c", alive], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"written\n"
+        dead, living = sorted(tmp_path.iterdir(), key=lambda p: "best" in p.name)
+        with store.locked(tmp_path):
+            assert living.exists() and not dead.exists()
+        store.write_atomic(tmp_path / "best.safetensors", "mine")
+        assert living.exists()
+        writer.communicate()
+    store.write_atomic(tmp_path / "other", "")
+    assert living.exists()  # of another file, which may be in use elsewhere
+    store.write_atomic(tmp_path / "best.safetensors", "again")
+    assert not living.exists()
+    assert {p.name for p in tmp_path.iterdir()} == {".lock", "best.safetensors", "other"}
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path):

@@ -1,5 +1,6 @@
 """Grids that resume, refuse other settings, and never compute twice; with the real parts at a tiny size."""
 
+import fcntl
 import json
 import math
 import os
@@ -8,7 +9,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from normlab import lab
 from normlab.lab import LabError, Settings, Study, Watcher, read_results, run_study, workers
 from normlab.lab import study as study_module
 from normlab.lab.grid import DEFAULT, default_folder, make_study
-from processes import filled_once
+from processes import LAST_RESORT, filled_once
 
 TINY = Settings(
     data="digits", model="mlp", depth=2, width=8, epochs=2, batch_size=50, train_size=200, test_size=100, lr=0.1
@@ -284,21 +284,27 @@ def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path, mo
 
 
 def test_kill_9_and_the_same_command_again(finished, tmp_path):
-    folder = tmp_path / "study"
+    """Killed as it has written the third result. Its workers see that it is gone, and end."""
+    folder, tests = tmp_path / "study", os.path.dirname(__file__)
     program = f"""
-import sys
-sys.path[:0] = [{os.path.dirname(__file__)!r}, {os.path.dirname(os.path.dirname(__file__))!r}]
+import os, signal, sys
+sys.path[:0] = {[tests, os.path.dirname(tests)]!r}
 from pathlib import Path
 from test_study import tiny
-from normlab.lab import run_study
+from normlab.lab import run_study, study
+def killing(path, record, write=study.append_line):
+    write(path, record)
+    if path.read_bytes().count(b"\\n") == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+study.append_line = killing
 run_study(tiny(Path({str(folder)!r})))
 """
-    process = subprocess.Popen([sys.executable, "-c", program])
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=LAST_RESORT)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     results = folder / "results.jsonl"
-    while process.poll() is None and not (results.exists() and results.read_bytes().count(b"\n") >= 3):
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    for lock in folder.glob("runs/*/.lock"):  # a worker of a killed process ends by itself
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
     with results.open("a") as file:
         file.write('{"run": "cut o')  # what a power cut may leave
     run_study(tiny(folder))
@@ -375,6 +381,25 @@ def test_models_come_back_from_checkpoints(finished, tmp_path):
         lab.load_model(other)
 
 
+def test_a_folder_with_the_weights_of_another_run_is_told(finished, tmp_path):
+    home = shutil.copytree(finished.runs[2].folder, tmp_path / "run")
+    shutil.copy(finished.runs[3].folder / "best.safetensors", home)
+    with pytest.raises(
+        LabError, match=r"is of another run than .*settings.toml: seed was 0 and is 1 now. Files were mixed"
+    ):
+        lab.load_model(home)
+    assert lab.load_model(home / "best.safetensors")[1] == finished.runs[3].settings  # the file itself is whole
+
+
+def test_weights_that_are_no_numbers_are_not_measured(finished, tmp_path):
+    tensors, meta = lab.load_checkpoint(finished.runs[2].folder / "best.safetensors")
+    tensors["net.linear.weight"][0, 0] = math.nan
+    path = lab.save_checkpoint(tmp_path / "a.safetensors", tensors, meta)
+    with pytest.raises(LabError, match=r"no finite numbers, in 1 of \d+ tensors \(net.linear.weight"):
+        lab.load_model(path)
+    assert lab.load_model(path, diverged=True)[1] == finished.runs[2].settings
+
+
 def test_averaged_weights_are_the_ones_that_come_back(tmp_path):
     run = lab.train(replace(TINY, norm="batch", ema=0.9), tmp_path, measure=["clean"])
     data = study_module.load_data(run.settings)
@@ -420,4 +445,4 @@ except AttributeError:
 else:
     sys.exit("no error")
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LAST_RESORT)

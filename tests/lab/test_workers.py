@@ -287,6 +287,6 @@ def test_what_stops_a_worker_is_said(tmp_path):
             for child in children.stdout.split():
                 os.kill(int(child), signal.SIGKILL)
 
-    job |= {"home": str(tmp_path / "b"), "settings": TINY.with_(epochs=500).values()}
+    job |= {"home": str(tmp_path / "b"), "settings": TINY.with_(epochs=100_000).values()}
     with pytest.raises(LabError, match=r"was killed from outside.* the same command again goes on"):
         run_jobs([job], Crew(1, 1), Kill(), lambda *_: None)

@@ -382,6 +382,16 @@ def test_default_pools_are_the_paper_s():
         assert all(pair == pytest.approx((1 / len(members),) * 2) for pair in weights.values())
 
 
+def test_positional_norm_without_centering():
+    x = torch.randn(2, 8, 4, 4, dtype=torch.float64)
+    layer = normlab.PositionalNorm2d(8, affine=False, centered=False).double()
+    wanted = x / (x.square().mean(1, keepdim=True) + layer.eps).sqrt()
+    torch.testing.assert_close(layer(x), wanted)
+    mean, std = layer.moments(x)
+    assert mean.eq(0).all()
+    torch.testing.assert_close(layer(x) * std, x)
+
+
 def test_last_gamma_starts_a_residual_branch_at_zero():
     layer = normlab.SwitchNorm2d(8, last_gamma=True)
     assert not layer(torch.randn(4, 8, 3, 3)).any()

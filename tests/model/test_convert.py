@@ -17,7 +17,23 @@ import torch
 import torch.distributed as dist
 import torchvision
 from timm.layers import norm as timm_norm
-from timm.layers.norm_act import BatchNormAct2d, FrozenBatchNormAct2d, GroupNormAct, LayerNormAct, LayerNormAct2d
+from timm.layers.evo_norm import EvoNorm2dB0, EvoNorm2dS0a
+from timm.layers.filter_response_norm import FilterResponseNormAct2d, FilterResponseNormTlu2d
+from timm.layers.grn import GlobalResponseNorm
+from timm.layers.inplace_abn import InplaceAbn
+from timm.layers.norm_act import (
+    BatchNormAct2d,
+    FrozenBatchNormAct2d,
+    GroupNormAct,
+    LayerNormAct,
+    LayerNormAct2d,
+    LayerNormActFp32,
+    RmsNormAct,
+    RmsNormAct2d,
+    RmsNormActFp32,
+)
+from timm.layers.split_batchnorm import SplitBatchNorm2d
+from timm.models import metaformer, reparameterize_model
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.utils.parametrizations import spectral_norm
@@ -326,6 +342,13 @@ SOURCES: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (lambda: FrozenBatchNormAct2d(8), "batch", {}, SAME),
     (lambda: GroupNormAct(8, 2, act_layer=nn.SiLU), "group", {}, SAME),
     (lambda: LayerNormAct2d(8, act_layer=nn.GELU, inplace=False), "positional", {}, SAME),
+    (lambda: metaformer.LayerNorm2dNoBias(8), "positional", {}, SAME),
+    (lambda: metaformer.LayerNorm2dNoBias(8), "layer", {}, NEW),
+    (lambda: metaformer.GroupNorm1NoBias(8), "layer", {}, SAME),
+    (lambda: timm_norm.RmsNorm2d(8), "positional", {}, SAME),
+    (lambda: timm_norm.RmsNorm2d(8), "positional", {"centered": True}, NEW),
+    (lambda: RmsNormAct2d(8, act_layer=nn.SiLU), "positional", {}, SAME),
+    (lambda: normlab.PositionalNorm2d(8, centered=False), "positional", {}, SAME),
     (lambda: normlab.BatchNorm2d(8), "sandwich", {"num_classes": 3}, SAME),
     (lambda: normlab.BatchRenorm2d(8), "batch", {}, SAME_IN_EVALUATION),
     (lambda: normlab.KalmanNorm2d(8), "batch", {}, SAME_IN_EVALUATION),
@@ -587,13 +610,185 @@ def test_activation_and_dropout_of_a_fused_layer_are_not_lost():
     fused = BatchNormAct2d(8, act_layer=nn.SiLU, drop_layer=lambda: nn.Dropout2d(0.5))
     model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), fused).eval()
     convert(model, "auxiliary")
-    assert isinstance(model[1], NormAct)
+    assert isinstance(model[1], normlab.AuxiliaryBatchNorm2d)
     assert isinstance(model[1].act, nn.SiLU)
     assert isinstance(model[1].drop, nn.Dropout2d)
-    convert(model, "group", num_groups=2)  # again: the norm inside
-    assert isinstance(model[1].norm, normlab.GroupNorm2d)
+    convert(model, "group", num_groups=2)  # again: what follows stays
+    assert isinstance(model[1], normlab.GroupNorm2d)
+    assert isinstance(model[1].act, nn.SiLU)
+    convert(model, lambda channels: nn.GroupNorm(2, channels))
+    assert isinstance(model[1], NormAct)
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(model(x), nn.functional.silu(model[1].norm(model[0](x))))
     undo(model)
     assert model[1] is fused
+
+
+def with_learned_activation() -> Any:
+    run = image(8, dtype=torch.float32)
+    fused = BatchNormAct2d(8, act_layer=nn.PReLU, act_kwargs={"init": 0.1, "inplace": None}, drop_layer=None)
+    return pretrained(nn.Sequential(nn.Conv2d(3, 8, 3), fused), run), run
+
+
+@pytest.mark.parametrize("to", ["batch", nn.BatchNorm2d, "switchable", "group"])
+def test_keys_stay_where_an_activation_is_inside(to):
+    """A file from before the conversion loads after it; one from after converting to batch norm loads before."""
+    model, run = with_learned_activation()
+    wanted, saved = evaluate(model, run), copy.deepcopy(model.state_dict())
+    new: Any = convert(copy.deepcopy(model), to)
+    names = {n for n, _ in model.named_parameters()}
+    assert isinstance(new[1], NormAct) or names <= {n for n, _ in new.named_parameters()}
+    with torch.no_grad():
+        for t in new.parameters():
+            t.uniform_(0.2, 0.3)
+    kept = dict(new.state_dict())
+    if to == "group":  # which has no place for running statistics
+        found = new.load_state_dict(saved, strict=False)
+        assert {n.rpartition(".")[2] for n in found.unexpected_keys} == {
+            "running_mean", "running_var", "num_batches_tracked",
+        }  # fmt: skip
+        assert not found.missing_keys
+        assert new[1].weight.equal(model[1].weight) and new[1].bias.equal(model[1].bias)
+        assert new[1].act.weight.equal(model[1].act.weight)
+        return
+    new.load_state_dict(saved)
+    close(evaluate(new, run), wanted, "switchable" if to == "switchable" else "")
+    if to == "switchable":
+        return
+    assert list(kept) == list(saved)
+    model.load_state_dict(kept)
+    new.load_state_dict(kept)
+    close(evaluate(model, run), evaluate(new, run))
+    assert model[1].act.weight.equal(kept["1.act.weight"])
+
+
+def test_layers_with_an_activation_are_copied_saved_folded_and_fused():
+    model, run = with_learned_activation()
+    wanted = evaluate(model, run)
+    convert(model, "switchable")
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(model), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    close(evaluate(loaded, run), wanted, "switchable")
+    assert evaluate(undo(loaded), run)[0].equal(wanted[0])
+    convert(undo(model), "batch")
+    folded: Any = normlab.fold(model)
+    close(evaluate(folded, run), wanted)
+    assert not any(isinstance(m, normlab.Norm) for m in folded.modules())
+    convert(undo(model), "instance")
+    wanted = evaluate(model, run)
+    folded = normlab.fold(model, inputs=torch.randn(2, 3, 8, 8))
+    close(evaluate(folded, run), wanted)
+    assert [type(m) for m in folded[1]] == [nn.InstanceNorm2d, nn.Identity, nn.PReLU]
+    assert report(folded).converted[0].after == "InstanceNorm2d"
+
+
+def test_fuse_takes_activations_that_timm_has_inside_its_layers():
+    run = image(64)
+    model = pretrained(timm.create_model("efficientnet_b0", num_classes=10).double(), run)
+    wanted = evaluate(model, run)
+    convert(model, "batch")
+    fused: Any = normlab.fuse(model, torch.randn(2, 3, 64, 64, dtype=torch.float64))
+    close(evaluate(fused, run), wanted)
+    acts = [fused.get_submodule(n).act for n in ("bn1", "blocks.1.0.bn2", "blocks.1.0.bn3")]
+    assert acts == ["silu", "silu", None]
+    assert list(fused.state_dict()) == list(model.state_dict())
+    assert isinstance(model.bn1.act, nn.SiLU)
+    close(evaluate(model, run), wanted)
+
+
+def test_timm_reparameterizes_a_converted_model():
+    run = image(64)
+    model = pretrained(timm.create_model("repvgg_a0", num_classes=10).double(), run)
+    wanted = evaluate(model, run)
+    convert(model, "batch")
+    merged = reparameterize_model(model)
+    close(evaluate(merged, run), wanted)
+    assert not any(isinstance(m, normlab.Norm) for m in merged.modules())
+
+
+FOLLOWED: dict[str, Callable[[], Any]] = {
+    "batch": lambda: normlab.BatchNorm2d(8),
+    "kalman": lambda: normlab.KalmanNorm2d(8),
+    "positional": lambda: normlab.PositionalNorm2d(8),
+    "threshold": lambda: normlab.Norm2d(8, "filter_response"),
+    "last axis": lambda: normlab.Norm(6, "layer_last"),
+    "fused": lambda: normlab.LayerNorm2d(8, act="silu"),
+}
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_dropout_and_activation_follow_every_layer(kind):
+    layer = FOLLOWED[kind]()
+    x = torch.randn(4, 8, 6, 6)
+    plain = copy.deepcopy(layer)(x)
+    layer.follow(nn.Dropout(0.0), nn.Softplus())
+    torch.testing.assert_close(copy.deepcopy(layer)(x), nn.functional.softplus(plain))
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(x), nn.functional.softplus(plain))
+    layer.drop.p = 1.0
+    assert layer(x).eq(nn.functional.softplus(torch.zeros(()))).all()
+
+
+def test_what_follows_a_sandwich_follows_the_merged_layer():
+    layer: Any = normlab.SandwichBatchNorm2d(8, 3).eval()
+    layer.follow(nn.Identity(), nn.SiLU())
+    x, y = torch.randn(4, 8, 6, 6), torch.tensor([0, 1, 2, 1])
+    merged = normlab.merge_sandwich(layer)
+    torch.testing.assert_close(merged(x, y), layer(x, y))
+    folded = normlab.fold(nn.Sequential(layer))
+    with route(folded, label=y):
+        torch.testing.assert_close(folded(x), layer(x, y))
+
+
+def test_an_activation_that_was_not_there_is_another_function():
+    for to in ("batch", lambda channels: normlab.BatchNorm2d(channels, act="relu")):
+        options: dict[str, Any] = {"act": "relu"} if to == "batch" else {}
+        model = convert(small(nn.BatchNorm2d(8)), to, **options)
+        assert report(model).converted[0].kept == NEW
+
+
+@pytest.mark.parametrize(
+    ("make", "to"),
+    [
+        (lambda: metaformer.LayerNormNoBias(8), "layer_last"),
+        (lambda: LayerNormAct(8), "layer_last"),
+        (lambda: LayerNormActFp32(8), "layer_last"),
+        (lambda: RmsNormAct(8), "rms_last"),
+        (lambda: RmsNormActFp32(8), "rms_last"),
+    ],
+)
+def test_layers_of_timm_that_normalize_the_last_axis(make, to):
+    layer: Any = make()
+    nn.init.uniform_(layer.weight, 0.5, 1.5)
+    x = torch.randn(2, 5, 8)
+    wanted = layer(x)
+    model: Any = nn.Sequential(layer)
+    convert(model, to)
+    assert report(model).converted[0].kept == SAME
+    assert isinstance(model[0], normlab.Norm) and model[0].statistics.label == to
+    torch.testing.assert_close(model(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: timm_norm.SimpleNorm(8), "unbiased deviation of the last axis"),
+        (lambda: timm_norm.SimpleNorm2d(8), "of the channels at each position"),
+        (lambda: EvoNorm2dB0(8), "EvoNorm"),
+        (lambda: EvoNorm2dS0a(8), "EvoNorm"),
+        (lambda: FilterResponseNormTlu2d(8), "'filter_response' is that layer"),
+        (lambda: FilterResponseNormAct2d(8), "'filter_response' is that layer"),
+        (lambda: GlobalResponseNorm(8), "'global_response' is that layer"),
+        (lambda: SplitBatchNorm2d(8), "convert the model before convert_splitbn_model"),
+        (lambda: InplaceAbn(8), "kernels of inplace_abn"),
+    ],
+)
+def test_layers_of_timm_that_stay_say_what_they_are(make, reason):
+    model = nn.Sequential(make(), nn.BatchNorm2d(8))
+    convert(model, "switchable")
+    ((name, _, found),) = report(model).skipped
+    assert name == "0" and reason in found
 
 
 def test_shared_modules_stay_shared():
@@ -784,11 +979,46 @@ def test_the_report_is_for_people(capsys):
     )
 
 
+def test_the_log_has_one_line(caplog):
+    model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.LayerNorm([4, 4]))
+    with caplog.at_level("INFO", "normlab"):
+        convert(model, "ghost", ghost=2)
+    (line,) = caplog.records
+    assert (line.name, line.levelname) == ("normlab", "INFO")
+    assert line.getMessage() == (
+        "Sequential converted to ghost: 3 layers, 2 with the same function in evaluation mode, 1 with a new function; "
+        "1 left as they were, see normlab.report"
+    )
+
+
+def test_an_optimizer_that_was_made_before_is_told_of(caplog):
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8))
+    sentence = "SGD holds parameters that the model no longer has and would not train the new ones: make the optimizer"
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    convolutions = torch.optim.Adam(model[0].parameters())  # whose parameters stay
+    convert(model, "group", num_groups=2)
+    assert not caplog.records
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    convert(model, "batch")
+    assert sentence in caplog.text and sentence in str(report(model))
+    caplog.clear()
+    late = torch.optim.SGD(model.parameters(), lr=1.0)
+    undo(model)
+    assert f"undo: {sentence}" in caplog.text
+    caplog.clear()
+    assert early.param_groups and late.param_groups and other.param_groups and convolutions.param_groups
+    waiting: Any = torch.optim.AdamW(model.parameters())
+    waiting.itself = waiting  # gone, and not yet collected
+    del waiting, early
+    convert(model, "batch")
+    assert not caplog.records
+
+
 def test_torch_batch_norm_alone():
-    model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8), normlab.SwitchNorm2d(8))
+    model: Any = nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8), normlab.SwitchNorm2d(8), BatchNormAct2d(8))
     convert_torch_batch_norm(model)
-    assert [type(m).__name__ for m in model] == ["BatchNorm2d", "GroupNorm", "SwitchNorm2d"]
-    assert isinstance(model[0], normlab.Norm)
+    assert [type(m).__name__ for m in model] == ["BatchNorm2d", "GroupNorm", "SwitchNorm2d", "BatchNorm2d"]
+    assert isinstance(model[0], normlab.Norm) and isinstance(model[3], normlab.Norm)
     plain = nn.Sequential(nn.Linear(2, 2))
     assert convert_torch_batch_norm(plain) is plain
 
@@ -818,3 +1048,91 @@ def test_mistakes_are_told_in_sentences():
     convert(model, "none")
     with pytest.raises(ValueError, match=r"it has no normalization layer; undo\(model\) puts back"):
         convert(model, "group")
+
+
+# --- residual blocks that start as the identity -------------------------------------------------------------------
+
+
+def starts_at_zero(model: nn.Module) -> set[str]:
+    norms = ((n, m) for n, m in model.named_modules() if is_norm(m))
+    return {n for n, m in norms if isinstance(w := getattr(m, "weight", None), Tensor) and not w.any()}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_last_gamma_is_what_torchvision_calls_zero_init_residual(name):
+    wanted = starts_at_zero(torchvision.models.get_model(name, zero_init_residual=True))
+    model = torchvision.models.get_model(name)
+    convert(model, "switchable", keep=False, last_gamma=True)
+    assert starts_at_zero(model) == wanted
+    assert {c.kept for c in report(model).converted} == {NEW}
+    assert f"{len(wanted)} residual blocks start as the identity; they end in layer1.0.bn" in str(report(model))
+    for module in model.modules():
+        if isinstance(module, normlab.SwitchNorm):
+            module.reset_parameters()
+    assert starts_at_zero(model) == wanted
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet26t", "seresnet50", "resnest14d"])
+def test_last_gamma_is_what_timm_calls_zero_init_last(name):
+    wanted = starts_at_zero(timm.create_model(name, zero_init_last=True))
+    model = timm.create_model(name, zero_init_last=False)
+    assert wanted and not starts_at_zero(model)
+    convert(model, normlab.SwitchNorm2d, keep=False, last_gamma=True)
+    assert starts_at_zero(model) == wanted
+
+
+BLOCKS = {
+    ("torchvision", "mobilenet_v2"): ("InvertedResidual", "features.16.conv.3", 10),
+    ("torchvision", "regnet_y_400mf"): ("ResBottleneckBlock", "trunk_output.block4.block4-5.f.c.1", 16),
+    ("timm", "efficientnet_b0"): ("InvertedResidual", "blocks.5.3.bn3", 9),
+    ("timm", "resnetv2_50"): ("PreActBottleneck", "stages.3.blocks.2.norm3", 16),  # then relu and a convolution
+}
+
+
+@pytest.mark.parametrize(("library", "name"), BLOCKS)
+def test_blocks_with_last_gamma_are_the_identity(library, name):
+    kind, last, number = BLOCKS[library, name]
+    make = timm.create_model if library == "timm" else torchvision.models.get_model
+    model = make(name).eval()
+    convert(model, "sparse_switchable", keep=False, last_gamma=True)
+    ends = starts_at_zero(model)
+    assert last in ends and len(ends) == number
+    seen: list[bool] = []
+
+    def compare(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        if args[0].shape == out.shape:
+            wanted = args[0].relu() if kind == "ResBottleneckBlock" else args[0]
+            seen.append(out.equal(wanted))
+
+    for block_name, block in model.named_modules():
+        if type(block).__name__ == kind and any(e.startswith(f"{block_name}.") for e in ends):
+            block.register_forward_hook(compare)
+    with torch.no_grad():
+        model(pictures(1, 3, 64, 64, dtype=torch.float32))
+    assert len(seen) >= 8 and all(seen)
+
+
+class PartsOfChannels(nn.Module):
+    """As in Res2Net: one part of the channels is added to what became of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.split(4, 1)
+        return self.norm(self.conv(first)) + second
+
+
+def test_last_gamma_where_no_block_ends_in_a_norm_layer():
+    for model in (small(nn.BatchNorm2d(8)), PartsOfChannels()):
+        with pytest.raises(ValueError, match=r"found no residual block of .* that ends in a norm layer"):
+            convert(model, "switchable", keep=False, last_gamma=True)
+        assert not starts_at_zero(model)
+    with pytest.raises(ValueError, match="keep=True keeps the function they have; give keep=False"):
+        convert(torchvision.models.resnet18(), "switchable", last_gamma=True)
+    with pytest.raises(ValueError, match="leaves all out"):
+        convert(torchvision.models.resnet18(), "switchable", keep=False, last_gamma=True, only="bn1")
+    model = torchvision.models.resnet18()
+    convert(model, "switchable", keep=False, last_gamma=False)
+    assert not starts_at_zero(model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 import normlab
-from normlab import fixup, fixup_parameters
+from normlab import fixup, parameter_groups
 from normlab.model.description import is_norm
 from normlab.model.fixup import Bias, Scale
 
@@ -125,15 +125,17 @@ def test_a_shortcut_that_gives_back_its_input_has_no_bias():
     assert not any(isinstance(m, Bias) for m in block.shortcut.modules())
 
 
-def test_every_scalar_learns_at_a_tenth():
+@pytest.mark.parametrize("decayed", [True, False])
+def test_every_scalar_learns_at_a_tenth(decayed):
     model = fixup(resnet(BasicBlock, 1, 1, 1, 1))
-    others, scalars = fixup_parameters(model, 0.5)
-    assert (others["lr"], scalars["lr"]) == (0.5, 0.05)
+    weights, *plain, scalars = parameter_groups(model, 0.5, 1e-4, decay_norms=decayed, decay_biases=decayed)
+    assert (weights["lr"], scalars["lr"]) == (0.5, 0.05)
+    assert (weights["weight_decay"], scalars["weight_decay"]) == (1e-4, 1e-4 if decayed else 0)
     assert {p.numel() for p in scalars["params"]} == {1}
     assert len(scalars["params"]) == 1 + 4 * 5 + 1  # stem, blocks, classifier
-    assert len(others["params"]) + len(scalars["params"]) == len(list(model.parameters()))
-    with pytest.raises(ValueError, match=r"call normlab\.fixup\(model\) first"):
-        fixup_parameters(nn.Linear(2, 2), 0.1)
+    fc_bias = [] if decayed else [1]  # the only parameter of one dimension besides
+    assert [len(g["params"]) for g in plain] == fc_bias
+    assert len(weights["params"]) + len(scalars["params"]) + sum(fc_bias) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("make", [
@@ -191,7 +193,7 @@ def test_it_trains_on_digits():
     model: Any = resnet(BasicBlock, 1, 1, 1, 1)
     model.conv1, model.maxpool = nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.Identity()
     fixup(model)
-    optimizer = torch.optim.SGD(fixup_parameters(model, 0.05), momentum=0.9)
+    optimizer = torch.optim.SGD(parameter_groups(model, 0.05), momentum=0.9)
     losses = []
     for step in range(40):
         rows = slice(64 * (step % 4), 64 * (step % 4) + 64)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normlab
 from normlab import keep_route, route
+from processes import LAST_RESORT
 
 BRANCHES = ("main", "aux")
 
@@ -248,9 +249,9 @@ def test_threads_route_one_model_differently_at_once(x, shared):
         try:
             with torch.no_grad():
                 for _ in range(20):
-                    barrier.wait(10)
+                    barrier.wait(LAST_RESORT)
                     with common[branch] if shared else route(model, branch=branch):
-                        barrier.wait(10)  # all routes are open here
+                        barrier.wait(LAST_RESORT)  # all routes are open here
                         if not model(x).equal(expected[branch]):
                             wrong.append(branch)
         except BaseException as error:
@@ -261,8 +262,8 @@ def test_threads_route_one_model_differently_at_once(x, shared):
     for t in threads:
         t.start()
     for t in threads:
-        t.join(30)
-    assert not wrong
+        t.join(LAST_RESORT)
+    assert not wrong and not any(t.is_alive() for t in threads)
 
 
 def test_a_thread_does_not_inherit_the_route_of_its_parent(x):
@@ -277,8 +278,8 @@ def test_a_thread_does_not_inherit_the_route_of_its_parent(x):
     with route(model, branch="aux"):
         thread = threading.Thread(target=work)
         thread.start()
-        thread.join(10)
-    assert len(errors) == 1
+        thread.join(LAST_RESORT)
+    assert not thread.is_alive() and len(errors) == 1
     assert "needs a branch" in errors[0]
 
 

@@ -345,3 +345,57 @@ def test_the_policy_shows_in_the_repr():
     with frozen(model):
         assert "running" in repr(model)
     assert repr(model) == plain
+
+
+@pytest.mark.parametrize("host", ["passes", "triton"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("regions", ["one call each", "one region", "two and one", "the same input"])
+def test_checkpointed_calls_of_batch_renorm_read_what_they_read_at_first(regions, reentrant, host):
+    """The running statistics move between the calls, and every call is corrected by those of its own time."""
+    if host == "triton":
+        pytest.importorskip("triton", reason="the kernels need Triton")
+    torch.manual_seed(0)
+    layer = normlab.BatchRenorm2d(6, momentum=0.5, warmup=0, r_steps=1, d_steps=1, r_max=1e3, d_max=1e3)
+    layer(batch())
+    twin = copy.deepcopy(layer)
+    inputs = [(k + 1) * batch() + k for k in range(3)]
+    if regions == "the same input":
+        inputs = [inputs[0]] * 3
+    of_region = {"one region": [[0, 1, 2]], "two and one": [[0, 1], [2]]}.get(regions, [[0], [1], [2]])
+    found = []
+    with normlab.backend("triton" if host == "triton" else "torch"):
+        for m, keeps in ((layer, True), (twin, False)):
+            given = [x.clone().requires_grad_() for x in inputs]
+            loss = torch.zeros(())
+            for region in of_region:
+
+                def run(*xs: Tensor, m: nn.Module = m) -> Tensor:
+                    return torch.cat([m(x) for x in xs])
+
+                xs = [given[k] for k in region]
+                y = checkpoint(run, *xs, use_reentrant=reentrant) if keeps else run(*xs)
+                loss = loss + y.pow(3).sum()
+            gradients = torch.autograd.grad(loss, given, retain_graph=True) if not reentrant else None
+            loss.backward()
+            if gradients is not None:
+                assert_close([x.grad for x in given], list(gradients))
+            found.append([x.grad for x in given])
+    assert_close(found[0], found[1])
+    assert same_buffers(layer, twin)
+
+
+def same_buffers(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.buffers(), b.buffers(), strict=True))
+
+
+def test_what_is_kept_for_checkpointing_goes_with_its_graph():
+    layer = normlab.BatchRenorm2d(6, warmup=0, r_steps=1, d_steps=1)
+    x = batch().requires_grad_()
+    y = checkpoint(layer, x, use_reentrant=False)
+    assert len(layer._reads._of_frames) == 1
+    assert len(copy.deepcopy(layer)._reads._of_frames) == 0
+    pickle.dumps(layer)
+    del y
+    assert len(layer._reads._of_frames) == 0
+    layer(x)
+    assert len(layer._reads._of_frames) == len(layer._reads._in_order) == 0

@@ -171,11 +171,79 @@ def network() -> Network:
     return Network()
 
 
+class Separated(nn.Module):
+    """Separated layers whose calls have one branch each, with an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(6, 6, 1), nn.ReLU(inplace=True)
+        self.first, self.second = (
+            normlab.AuxiliaryBatchNorm2d(6, BRANCHES), normlab.SandwichAuxiliaryBatchNorm2d(6, BRANCHES)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        return self.second(self.relu(self.first(self.conv(x), branch)), branch)
+
+
+# The branch of each step; the last but one is that of the first samples, and the others have the other branch.
+STEPS_OF_BRANCHES = ("main", "main", "aux", "both", "main")
+UNDER_DDP: dict[str, dict[str, Any]] = {
+    "plain": {}, "views": {"gradient_as_bucket_view": True}, "small buckets": {"bucket_cap_mb": 1e-5},
+    "unused found": {"find_unused_parameters": True},
+}  # fmt: skip
+
+
+def separated(sizes: tuple[int, ...], rank: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Momentum and weight decay over steps of one branch each: on a rank under DDP, or (None) on one process."""
+    torch.manual_seed(0)
+    alone = Separated()
+    model: nn.Module = alone if rank is None else DistributedDataParallel(sync(alone), **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=0.1)
+    without = []
+    for step, name in enumerate(STEPS_OF_BRANCHES):
+        generator = torch.Generator().manual_seed(step)
+        x, weight = (torch.randn(8, 6, 4, 3, generator=generator) for _ in range(2))
+        parts = list(zip(x.split(list(sizes)), weight.split(list(sizes)), strict=True))
+        optimizer.zero_grad()
+        mine = range(len(sizes)) if rank is None else [rank]
+        if rank is None and name != "both":
+            model(x, name).mul(weight).sum().backward()
+        elif rank is None:  # each branch is synchronized over the ranks that have it
+            for k, branch in enumerate(BRANCHES):
+                of = [i for i in mine if i % 2 == k]
+                both = [torch.cat([parts[i][j] for i in of]) for j in range(2)]
+                model(both[0], branch).mul(both[1]).sum().backward()
+        else:
+            branch = BRANCHES[rank % 2] if name == "both" else name
+            (model(parts[rank][0], branch).mul(parts[rank][1]).sum() * len(sizes)).backward()
+        without.append({n.removeprefix("module.") for n, p in model.named_parameters() if p.grad is None})
+        optimizer.step()
+    return {"without": without, "state": {n: t.clone() for n, t in alone.state_dict().items()}}
+
+
 def loaders(ranks: int) -> list[list[Tensor]]:
     """Batches for each rank: of unequal size, unequal number, and none for the last."""
     generator = torch.Generator().manual_seed(0)
     sizes = [[5, 3, 6], [4, 7], []][:ranks] if ranks == 3 else [[5, 3, 6], [4]]
     return [[i + torch.randn(n, 6, 4, 3, generator=generator) for i, n in enumerate(s)] for s in sizes]
+
+
+def accumulated_buffers(parts: list[Tensor], synchronized: bool) -> dict[str, Tensor]:
+    """Running statistics of layers after micro-batches that move them once."""
+    torch.manual_seed(0)
+    made = (
+        normlab.BatchNorm2d(6), normlab.SwitchNorm2d(6), normlab.ModeNorm2d(6), normlab.BatchGroupNorm2d(6, 4),
+        normlab.AuxiliaryBatchNorm2d(6, BRANCHES), normlab.BatchRenorm2d(6, warmup=0, r_steps=1, d_steps=1),
+    )  # fmt: skip
+    layers = nn.ModuleList(made)
+    if synchronized:
+        sync(layers)
+    with normlab.accumulated(layers):
+        for x in parts:
+            for layer in layers:
+                wants: Any = layer.wants
+                layer(x, *(["aux"] if wants else []))
+    return layers.state_dict()
 
 
 def calibrated(loader: list[Tensor], synchronized: bool) -> dict[str, Tensor]:
@@ -215,6 +283,8 @@ def work(rank: int, ranks: int, folder: str) -> None:
     start = 8 // ranks * rank
     model = DistributedDataParallel(sync(network()))
     seen["network"] = train(model, start, start + each, float(ranks))
+    split = (each,) * ranks if ranks == 2 else SPLITS[3][0]
+    seen["separated"] = {name: separated(split, rank, options) for name, options in UNDER_DDP.items()}
     layer = normlab.AuxiliaryBatchNorm2d(6, BRANCHES)
     x = data(CASES["batch"], 0)[0][start : start + each]
     y = sync(layer)(x, BRANCHES[rank % 2]).detach()
@@ -224,6 +294,8 @@ def work(rank: int, ranks: int, folder: str) -> None:
     seen["calibrated"] = calibrated(loaders(ranks)[rank], False)
     whole = [data(CASES["batch"], step)[0] for step in range(3)]
     seen["synchronized"] = calibrated([b[start : start + each] for b in whole], True)
+    micro = [b[start : start + each] for b in whole]
+    seen["accumulated"] = accumulated_buffers(micro, True)
     seen["branches"] = separated_calibrated([(x, BRANCHES[rank % 2])])
     seen["guarded"] = guarded_buffers(rank == 0)
     try:
@@ -280,6 +352,17 @@ def test_a_network_under_ddp_trains_as_one_process_does(ranks):
             assert_close(seen["network"][key], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", UNDER_DDP)
+def test_separated_layers_under_ddp_train_as_on_one_process(ranks, name):
+    """Branches that no process has used keep their values: no gradient of zeros, no weight decay, no momentum."""
+    one = separated(SPLITS[len(ranks)][0], None, {})
+    assert all(one["without"][k] for k in (0, 1, 2, 4)) and not one["without"][3]
+    for seen in ranks:
+        assert seen["separated"][name]["without"] == one["without"]
+        for key, value in one["state"].items():
+            assert_close(seen["separated"][name]["state"][key], value, rtol=1e-4, atol=1e-5)
+
+
 def test_ranks_with_different_branches_do_not_mix_them(ranks):
     x = data(CASES["batch"], 0)[0]
     split = x.split([len(seen["own branch"][0]) for seen in ranks])
@@ -316,6 +399,14 @@ def test_synchronized_layers_are_calibrated_on_the_union_of_each_batch(ranks):
     for seen in ranks:
         for key, value in one.items():
             assert_close(seen["synchronized"][key], value, rtol=1e-5, atol=1e-5)
+
+
+def test_synchronized_micro_batches_move_statistics_once(ranks):
+    whole = torch.cat([data(CASES["batch"], step)[0] for step in range(3)])
+    one = accumulated_buffers([whole], False)
+    for seen in ranks:
+        for key, value in one.items():
+            assert_close(seen["accumulated"][key], value, rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
 def test_calibration_of_branches_that_one_rank_does_not_see(ranks):

@@ -21,7 +21,7 @@ from ..statistics.positional import OfPositions
 from .host import describe, library
 from .launch import addresses
 from .launch_plans import LaunchPlan, LaunchPlans
-from .shapes import in_layout, in_layout_of
+from .shapes import at_address, in_layout, in_layout_of
 from .tiles import ceil
 
 # Batch renorm's schedule as the kernels take it, for layers without one, and the slope of leaky relu.
@@ -114,7 +114,8 @@ class _Normalize(torch.autograd.Function):
             pointers[11] += row * var.itemsize
             pointers[12] += branch * 8
         dtype = x.dtype
-        plan = plans.plan_for(tuple([dtype if t is None else t.dtype for t in tensors]), pointers)
+        at = pointers or [0 if t is None else t.data_ptr() for t in tensors]
+        plan = plans.plan_for(tuple([dtype if t is None else t.dtype for t in tensors]), at)
         y = torch.empty_like(x)
         work = torch.empty(plan.forward_floats, dtype=torch.float32, device=x.device)
         partials = work
@@ -173,10 +174,13 @@ def _backward(
         rule = rule_of(plan, work, no_grad_inputs)
         return _differentiate_again(rule, rows, plan.config.act, no_grad_inputs.numbers[7], label, values, needs, dy)
     config, shape = plan.config, plan.shape
-    x = in_layout(x, shape.channels_last)
-    dy = in_layout_of(dy, x, shape.channels_last)
-    if x.is_cuda and dy.data_ptr() & 15:
-        dy = dy.clone(memory_format=torch.preserve_format)
+    # Hooks of saved tensors may have changed their layout, or moved them.
+    x = at_address(in_layout(x, shape.channels_last), plan.aligned[0])
+    weight, bias, weight2, bias2, mean_logits, var_logits = (
+        None if t is None else at_address(t.contiguous(), plan.aligned[k])
+        for k, t in zip((2, 3, 4, 5, 8, 9), values[2:], strict=True)
+    )
+    dy = at_address(in_layout_of(dy, x, shape.channels_last), True)
     which, launches = describe.BACKWARD, plan.backward
     if not needs[0]:
         which, launches = describe.OF_PARAMETERS, plan.backward_of_parameters
@@ -199,7 +203,9 @@ def _backward(
     dx = torch.empty_like(x) if needs[0] else None
     # The residual's gradient is the gradient before the activation; without an activation, it is dy.
     d_inner = torch.empty_like(x) if config.residual and config.act else None
-    residual_like_x = None if residual is None else in_layout_of(residual, x, shape.channels_last)
+    residual_like_x = None
+    if residual is not None:
+        residual_like_x = at_address(in_layout_of(residual, x, shape.channels_last), plan.aligned[1])
     back = torch.empty(plan.backward_floats, dtype=torch.float32, device=x.device)
     partials = back
     if plan.partial_floats:

@@ -29,6 +29,7 @@ class LaunchPlan:
     partial_floats = 0  # room for what passes leave for the splits of rows
     meet = False  # one launch a direction, whose programs wait for each other
     reads = False  # whether some statistic depends on x
+    aligned: tuple[bool, ...]  # whether the address of each tensor of a forward pass is a multiple of 16
     forward: list[Launch]
     backward: list[Launch]
     backward_of_x: list[Launch]  # where no other gradient is wanted
@@ -58,6 +59,7 @@ class LaunchPlans:
         found = self._plans.get(key)
         if found is None:
             found = self._plans[key] = self._make(self.config)
+            found.aligned = key[1]
         return found
 
 

@@ -24,7 +24,7 @@ from ..statistics.activation import ACTIVATIONS, LEAK, activate
 from ..statistics.base import PooledRule
 from ..statistics.plans import Pooled
 from .recorded_rule_launches import LaunchesAfterCombine, RecordedRuleConfig, RecordedRulePlan
-from .shapes import in_layout, in_layout_of
+from .shapes import at_address, in_layout, in_layout_of
 
 
 def run(
@@ -142,10 +142,10 @@ class _Normalize(torch.autograd.Function):
             return (dx, None, None, None, None, *rest)
         # Hooks of saved tensors may have changed their layout, or moved them.
         x = in_layout(x, shape.channels_last)
-        dy = _aligned(in_layout_of(dy, x, shape.channels_last))
-        x = _aligned(x) if config.aligned else x
-        work = _aligned(work.contiguous())
-        weight = None if weight is None else _aligned(weight.contiguous())
+        dy = at_address(in_layout_of(dy, x, shape.channels_last), True)
+        x = at_address(x, config.aligned)
+        work = at_address(work.contiguous(), True)
+        weight = None if weight is None else at_address(weight.contiguous(), True)
         floats: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
         back = torch.empty(6 * shape.rows, **floats)
         partials = torch.empty(plan.partial_floats, **floats) if plan.partial_floats else back
@@ -159,7 +159,7 @@ class _Normalize(torch.autograd.Function):
             d_weight, d_bias = (torch.empty(t.shape, dtype=t.dtype, device=x.device) for t in (weight, bias))
         # The residual's gradient is the gradient before the activation; without an activation, it is dy.
         d_inner = torch.empty_like(x) if config.residual and config.act else None
-        residual_like_x = None if residual is None else _aligned(in_layout_of(residual, x, shape.channels_last))
+        residual_like_x = None if residual is None else at_address(in_layout_of(residual, x, shape.channels_last), True)
         _, scale, shift = ctx.standard
         given = (dy, x, residual_like_x, d_inner, back, work, partials, scale, shift, weight)
         launches.sums(recorded)((*given, *d_standard, d_weight, d_bias), (LEAK,))
@@ -178,11 +178,6 @@ class _Normalize(torch.autograd.Function):
         if config.residual and needs[7]:
             d_residual = dy if d_inner is None else d_inner
         return (dx, None, None, None, None, d_weight, d_bias, d_residual, *d_tensors)
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """``t`` at an address that is a multiple of 16, which kernels are compiled for."""
-    return t.clone(memory_format=torch.preserve_format) if t.is_cuda and t.data_ptr() & 15 else t
 
 
 def _through_rule(

@@ -66,6 +66,20 @@ def in_layout(x: Tensor, channels_last: bool) -> Tensor:
     return x if moved.is_contiguous() else moved.contiguous().movedim(-1, 1)
 
 
+def at_address(t: Tensor, aligned: bool) -> Tensor:
+    """``t``, dense, where the address is a multiple of 16 or is not, as kernels were compiled for.
+
+    Hooks of saved tensors may give back a copy anywhere. A kernel that reads 16 bytes at once from an address that is
+    no multiple fails. One that is compiled for such an address must not be compiled first for a copy at a better one.
+    """
+    if (t.data_ptr() & 15 == 0) == aligned:
+        return t
+    if aligned:
+        return t.clone(memory_format=torch.preserve_format)
+    room = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return room.as_strided(t.shape, t.stride(), 1).copy_(t)
+
+
 def in_layout_of(t: Tensor, x: Tensor, channels_last: bool) -> Tensor:
     """``t`` in the layout of ``x``."""
     if not channels_last:

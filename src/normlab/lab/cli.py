@@ -7,12 +7,14 @@ processes (:mod:`normlab.lab.torchrun`), and an error is printed once.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from .errors import Interrupted, LabError, of_memory
+from .. import _start
+from .errors import FULL, Interrupted, LabError, of_memory
 from .ranks import started_by_torchrun
 
 __all__ = ["main"]
@@ -25,7 +27,23 @@ _EXTRA = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the process ends with its exit code."""
+    try:
+        _main(arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        said = _words(error)
+        if said is None:
+            raise
+        with suppress(OSError):
+            print(said[0], file=sys.stderr, flush=True)
+        if isinstance(error, OSError):
+            _drop_output()
+        sys.exit(said[1])
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     with suppress(ValueError):  # in another thread than the main one
+        if signal.getsignal(signal.SIGINT) is _start.interrupted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for name in ("SIGTERM", "SIGHUP"):  # a scheduler, a terminal that is closed
             if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:
                 signal.signal(getattr(signal, name), _stopped)
@@ -35,12 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(lambda: _run(arguments), _words)
     try:
         _run(arguments)
-    except (Exception, KeyboardInterrupt) as error:
-        said = _words(error)
-        if said is None:
-            raise
-        print(said[0], file=sys.stderr)
-        sys.exit(said[1])
+    except SystemExit:  # how the parser ends, also where all is well
+        sys.stdout.flush()
+        raise
+
+
+def _drop_output() -> None:
+    """Python writes what is left in its buffer as it ends, and would tell once more that the disk is full."""
+    with suppress(OSError, ValueError):  # of no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stopped(number: int, frame: object) -> None:
@@ -65,6 +86,9 @@ def _words(error: BaseException) -> tuple[str, int] | None:
         if name in _EXTRA:
             how = "pip install timm" if name == "timm" else "pip install 'normlab[lab]'"
             return f"normlab: {name} is not installed; {how} brings it.", 2
+    if isinstance(error, OSError) and error.errno in FULL:
+        return (f"normlab: {error.filename or 'the output'} cannot be written: the disk is full or the quota is used "
+                "up. What is finished is kept; free some space and run the same command again."), 2  # fmt: skip
     if (sentence := of_memory(error)) is not None:
         return f"normlab: {sentence}", 2
     return None

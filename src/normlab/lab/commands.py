@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect as inspect_
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import Interrupted, LabError
+from .grid import DEFAULT
 from .texts import split
 
 if TYPE_CHECKING:
@@ -25,26 +26,65 @@ __all__ = ["app"]
 
 Given = dict[str, str]  # settings by name, as texts of the command line
 
-Norms = Annotated[
-    str | None, typer.Option("--norms", help="Normalizers with commas: none,batch,group(8).", metavar="NAMES")
-]
-Seeds = Annotated[str | None, typer.Option("--seeds", help="How many, 3, or which, 0,2,5.", metavar="SEEDS")]
-Out = Annotated[Path | None, typer.Option(help="Folder for all results.")]
+
+def _norms(usual: Iterable[str]) -> Any:
+    about = "Normalizers with commas: none,batch,group(8)."
+    return typer.Option("--norms", help=about, metavar="NAMES", show_default=", ".join(usual))
+
+
+_TIMED = ("batch", "group", "layer", "instance", "batch_group", "switchable")
+Norms = Annotated[str | None, _norms(DEFAULT.axes["norm"])]
+Timed = Annotated[str | None, _norms(_TIMED)]
+_SEEDS = "How many, 3, or which, 0,2,5."
+Seeds = Annotated[str | None, typer.Option(help=_SEEDS, metavar="SEEDS", show_default=str(len(DEFAULT.axes["seed"])))]
+ItsSeeds = Annotated[str | None, typer.Option("--seeds", help=_SEEDS, metavar="SEEDS")]  # as many as a scale has
+
+
+def _path(text: str) -> Path:
+    """The empty text is no path, though Python takes it for the current folder."""
+    if not text.strip():
+        raise typer.BadParameter("the path is empty; give one, or . for this folder.")
+    return Path(text)
+
+
+Out = Annotated[Path | None, typer.Option(help="Folder for all results.", parser=_path, metavar="PATH")]
 DataName = Annotated[str | None, typer.Option("--data", help="Data set, by name, or folder:PATH.", metavar="NAME")]
-Root = Annotated[Path | None, typer.Option(help="Folder of data sets; the default is $NORMLAB_DATA.")]
+Root = Annotated[
+    Path | None, typer.Option(help="Folder of data sets; the default is $NORMLAB_DATA.", parser=_path, metavar="PATH")
+]
 Download = Annotated[bool, typer.Option("--download", help="Download data that are missing.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU is used if there is one.")]
-Processes = Annotated[int | None, typer.Option(help="Runs to train at once, on one GPU or on all.", min=1)]
-Config = Annotated[Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.")]
-Measure = Annotated[str | None, typer.Option(help="Measurements with commas: clean,noise,pgd(eps=8/255,units=pixels).")]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        help="Runs to train at once, on one GPU or on all.", min=1, show_default="one for each core of a CPU, 1 on GPUs"
+    ),
+]
+Config = Annotated[
+    Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.", parser=_path, metavar="PATH")
+]
+_MEASURE = "Measurements with commas: clean,noise,pgd(eps=8/255,units=pixels)."
+Measure = Annotated[
+    str | None, typer.Option(help=_MEASURE, metavar="NAMES", show_default=", ".join(DEFAULT.measurements))
+]
+MeasureToo = Annotated[str | None, typer.Option("--measure", help=_MEASURE, metavar="NAMES", show_default="none")]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")]
-Checkpoint = Annotated[Path | None, typer.Argument(help="A checkpoint, or a run's folder.")]
+Checkpoint = Annotated[
+    Path | None, typer.Argument(help="A checkpoint, or a run's folder.", parser=_path, metavar="PATH")
+]
 Module = Annotated[str | None, typer.Option(help="Your own: package.module:function, called without arguments.")]
-Weights = Annotated[Path | None, typer.Option(help="Weights for --module, .safetensors or .pt.")]
+Weights = Annotated[
+    Path | None, typer.Option(help="Weights for --module, .safetensors or .pt.", parser=_path, metavar="PATH")
+]
 Mean = Annotated[str | None, typer.Option(help="Mean to subtract from the pixels for --module, by channel.")]
 Std = Annotated[str | None, typer.Option(help="Deviation to divide by. Without both, it takes pixels in [0, 1].")]
-Pretrained = Annotated[Path | None, typer.Option(help="Folder of pretrained weights, where needed.")]
-Photographs = Annotated[Path | None, typer.Option(help="Folder of ImageNet's validation images, where needed.")]
+Pretrained = Annotated[
+    Path | None, typer.Option(help="Folder of pretrained weights, where needed.", parser=_path, metavar="PATH")
+]
+Photographs = Annotated[
+    Path | None,
+    typer.Option(help="Folder of ImageNet's validation images, where needed.", parser=_path, metavar="PATH"),
+]
 Network = Annotated[str, typer.Argument(help="Network by name, torchvision:NAME, timm:NAME, or a checkpoint.")]
 
 app = typer.Typer(
@@ -59,10 +99,15 @@ app = typer.Typer(
 # From options to settings and studies
 
 
+_METAVARS = {bool: "true|false", int: "N", float: "X", str: "NAME", tuple: "VALUE+VALUE"}
+
+
 def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: bool) -> Callable[..., None]:
     """Add an option for every setting to a command, which gets the given ones as ``settings``."""
-    from .settings import HELP, NAMES
+    from .results import plain
+    from .settings import CHOICES, HELP, NAMES, Settings
 
+    usual = Settings()
     own = inspect_.signature(command, eval_str=True).parameters
     names = [n for n in NAMES if n not in own and n not in skip]
 
@@ -75,8 +120,9 @@ def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: b
         inspect_.Parameter(
             name, inspect_.Parameter.KEYWORD_ONLY, default=None,
             annotation=Annotated[str | None, typer.Option(
-                f"--{name.replace('_', '-')}", help=f"{HELP[name][0].upper()}{HELP[name][1:]}.", metavar="VALUE",
-                rich_help_panel=panel,
+                f"--{name.replace('_', '-')}", help=f"{HELP[name][0].upper()}{HELP[name][1:]}.",
+                metavar="|".join(CHOICES.get(name, ())) or _METAVARS[type(getattr(usual, name))],
+                show_default=plain(getattr(usual, name)).lower(), rich_help_panel=panel,
             )],
         )
         for name in names
@@ -178,8 +224,8 @@ app.command("compare")(_with_settings(compare, skip=("norm", "seed"), axes=True)
 
 
 def train(
-    out: Annotated[Path, typer.Option(help="Folder of the run.")],
-    measure: Measure = None, config: Config = None, device: Device = None, root: Root = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run.", parser=_path, metavar="PATH")],
+    measure: MeasureToo = None, config: Config = None, device: Device = None, root: Root = None,
     download: Download = False, tensorboard: Board = False, *, settings: Given,
 ) -> None:  # fmt: skip
     """Train one network; weights, log and settings go to a folder."""
@@ -216,9 +262,13 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Network of weights that normlab did not write.")] = None,
     norm: Annotated[str | None, typer.Option(help="Its normalization.")] = None,
     module: Module = None, weights: Weights = None, mean: Mean = None, std: Std = None,
-    out: Annotated[Path | None, typer.Option(help="File to append the results to, as JSON lines.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to append the results to, as JSON lines.", parser=_path, metavar="PATH")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of noise and random starts.", min=0)] = 0,
-    test_size: Annotated[int, typer.Option(help="Test images used; 0 for all.", min=0)] = 0,
+    test_size: Annotated[
+        int | None, typer.Option(help="Test images used, 0 for all; the default is as many as the run used.", min=0)
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Images at a time; 0 chooses.", min=0)] = 0,
     device: Device = None, root: Root = None, download: Download = False,
 ) -> None:  # fmt: skip
@@ -249,8 +299,12 @@ def evaluate(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of `normlab compare` or `train`.")],
-    out: Annotated[Path | None, typer.Option(help="The file; report.html in the folder, or stdout.")] = None,
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of `normlab compare` or `train`.", parser=_path, metavar="PATH")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The file; report.html in the folder, or stdout.", parser=_path, metavar="PATH")
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="html, markdown or csv.")] = "html",
 ) -> None:
     """Write the page of results, or their table in another form."""
@@ -276,7 +330,7 @@ def reproduce(
     list_: Annotated[bool, typer.Option("--list", help="What can be reproduced.")] = False,
     full: Annotated[bool, typer.Option("--full", help="At the paper's scale.")] = False,
     out: Out = None,
-    seeds: Seeds = None,
+    seeds: ItsSeeds = None,
     only: Annotated[str | None, typer.Option(help="Compute only these cells: norm=batch,seed=1.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Train so many epochs; the table says so.", min=1)] = None,
     weights: Pretrained = None, images: Photographs = None,
@@ -310,7 +364,7 @@ def _trained_how(settings: Settings) -> str:
 
 @app.command()
 def bench(
-    norms: Norms = None,
+    norms: Timed = None,
     device: Device = None,
     rounds: Annotated[int, typer.Option(help="Repetitions, of which the median is taken.", min=1)] = 15,
 ) -> None:
@@ -320,8 +374,7 @@ def bench(
     from .norms import parse_norm
     from .study import pick_device
 
-    usual = "batch,group,layer,instance,batch_group,switchable"
-    chosen = [parse_norm(n).label for n in split(norms or usual)]
+    chosen = [parse_norm(n).label for n in (_TIMED if norms is None else split(norms))]
     place = pick_device(device)
     with _console().status("timing"):
         found = time_layers(chosen, device=place, rounds=rounds)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from .grid import Study
 from .measurements import mean_of
+from .report import terminal
+from .results import Results, Run
 from .settings import Settings
-from .tasks.measuring import headline, metrics_of
+from .tasks import task_of
+from .tasks.measuring import metrics_of
 from .watcher import Watcher
 
 __all__ = ["Clock", "Lines", "Screen", "watcher"]
@@ -72,7 +76,7 @@ class Lines(Watcher):
     def __init__(self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any) -> None:
         self.console, self.label = console, label
         self.grid, self.measurements = list(grid), list(measurements)
-        self.cells: dict[str, dict[str, list[float]]] = {}
+        self.records: dict[Settings, list[dict[str, Any]]] = {}
         epochs = sum(s.epochs for s in self.grid)
         self.clock = Clock(epochs, dict.fromkeys(self.measurements, len(self.grid)))
         self.current: Settings | None = None
@@ -118,7 +122,9 @@ class Lines(Watcher):
 
     def trained(self, settings: Settings) -> None:
         said = "".join(
-            f", {k.replace('_', ' ')} {self.line[k]:.4g}" for k in ("loss", "accuracy") if self.line.get(k) is not None
+            f", {k.replace('_', ' ')} {self.line[k]:.4g}{unit and f' {unit}'}"
+            for k, unit in (("loss", ""), self._best())
+            if self.line.get(k) is not None
         )
         self._say(f"{self._who(settings)}: {settings.epochs} epoch{'s' * (settings.epochs != 1)}{said}")
 
@@ -129,9 +135,15 @@ class Lines(Watcher):
         self._say(sentence)
 
     def _note(self, settings: Settings, record: dict[str, Any]) -> None:
-        if found := headline(record):
-            row = self.cells.setdefault(self.label(replace(settings, seed=0)), {})
-            row.setdefault(record["measurement"], []).append(found[0])
+        # Pictures are large, and for the page.
+        self.records.setdefault(settings, []).append(
+            {k: v for k, v in record.items() if k not in ("samples", "pictures")}
+        )
+
+    def _best(self) -> tuple[str, str]:
+        """The value of a log that chooses the best epoch, and its unit."""
+        name, metric = task_of(self.grid[0]).best
+        return ("accuracy", "%") if name == "attacked_accuracy" else (name, metric.unit)
 
     def _finished(self, settings: Settings) -> bool:
         return self.counts.get(settings.name, 0) >= len(self.measurements) > 0
@@ -143,17 +155,31 @@ class Lines(Watcher):
         self.console.print(Text(text), highlight=False, soft_wrap=True)  # no line breaks in a file
 
 
+class _Done(ProgressColumn):
+    """How much is done, with its unit: ``3/8 epochs``."""
+
+    def render(self, task: Task) -> Text:
+        total = "?" if task.total is None else f"{task.total:g}"
+        unit = task.fields["unit"] if task.total != 1 else task.fields["unit"].removesuffix("s")
+        return Text(f"{task.completed:g}/{total} {unit}" if task.fields["unit"] else "", style="progress.download")
+
+
 class Screen(Lines):
-    """Shows the means so far, a bar for the study, and a bar for each run in progress."""
+    """Shows the table of results so far, a bar for the study, and a bar for each run in progress."""
 
     def __init__(self, console: Console, grid: Sequence[Settings], measurements: Sequence[str], label: Any) -> None:
         super().__init__(console, grid, measurements, label)
         self.bars = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.description}"), BarColumn(bar_width=20), _Done(), TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"), console=console,
         )  # fmt: skip
-        self.all = self.bars.add_task("study", total=round(self.clock.work), left="")
+        self.all = self.bars.add_task(
+            "study", total=round(self.clock.work), left="", unit="epochs and measurements" if measurements else "epochs"
+        )
         self.bar_of: dict[str, TaskID] = {}
+        self.began: dict[str, tuple[int, int, float]] = {}  # by run: an epoch, a step of it, and when that was
+        self.shown: RenderableType = ""  # the table, of so many records
+        self.shown_of = -1
         self.live = Live(get_renderable=self._render, console=console, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> Screen:
@@ -168,27 +194,38 @@ class Screen(Lines):
         if self._finished(settings):
             self._tick()
             return
-        self._now(f"{self._who(settings)}, training", settings.epochs, done_epochs)
+        self._now(f"{self._who(settings)}, training", settings.epochs, done_epochs, "epochs")
 
     @property
     def now(self) -> TaskID:
         """The bar of the current run."""
         name = "" if self.current is None else self.current.name
         if name not in self.bar_of:
-            self.bar_of[name] = self.bars.add_task("starting", total=None, left="")
+            self.bar_of[name] = self.bars.add_task("starting", total=None, left="", unit="")
         return self.bar_of[name]
 
     def step(self, epoch: int, step: int, steps: int) -> None:
         self.bars.update(self.now, completed=round(epoch - 1 + step / steps, 1))
+        if self.current is None:
+            return
+        now = time.monotonic()
+        begun, first, then = self.began.setdefault(self.current.name, (epoch, step, now))
+        if begun != epoch:  # tests and measurements came between
+            self.began[self.current.name] = (epoch, step, now)
+        elif now > then:
+            rate = (step - first) * self.current.batch_size / (now - then)
+            self.bars.update(self.now, left=f"{rate:,.0f} samples/s")
 
     def epoch(self, line: dict[str, Any]) -> None:
         super().epoch(line)
-        said = f"  {line['accuracy']:.1f} %" if line.get("accuracy") is not None else ""
+        name, unit = self._best()
+        value = line.get(name)
+        said = "" if value is None else f"  {value:.1f} %" if unit == "%" else f"  {name} {value:.4g} {unit}".rstrip()
         self.bars.update(self.now, completed=line["epoch"], left=f"loss {line.get('loss') or float('nan'):.3f}{said}")
         self._tick()
 
     def measuring(self, settings: Settings, measurement: str) -> None:
-        self._now(f"{self._who(settings)}, {measurement}", None, 0)
+        self._now(f"{self._who(settings)}, {measurement}", None, 0, "batches")
 
     def measuring_step(self, measurement: str, done: int, total: int) -> None:
         self.bars.update(self.now, completed=done, total=total)
@@ -207,8 +244,8 @@ class Screen(Lines):
     def note(self, sentence: str) -> None:
         self.live.console.print(Text(sentence))
 
-    def _now(self, description: str, total: int | None, done: int) -> None:
-        self.bars.reset(self.now, description=description, total=total, completed=done, left="")
+    def _now(self, description: str, total: int | None, done: int, unit: str) -> None:
+        self.bars.reset(self.now, description=description, total=total, completed=done, left="", unit=unit)
         self._tick()
 
     def _tick(self) -> None:
@@ -217,16 +254,23 @@ class Screen(Lines):
         self.bars.update(self.all, completed=round(self.clock.done), left=said)
 
     def _render(self) -> Group:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("accuracy in per cent")
-        for name in self.measurements:
-            table.add_column(Text(name), justify="right")
-        table.add_column("runs", justify="right")
-        for label in dict.fromkeys(self.label(replace(s, seed=0)) for s in self.grid):
-            row = self.cells.get(label, {})
-            means = [f"{statistics.fmean(row[m]):.1f}" if m in row else "" for m in self.measurements]
-            table.add_row(Text(label), *means, str(max(map(len, row.values()), default=0)))
-        return Group(table, self.bars)
+        count = sum(map(len, self.records.values()))
+        if count != self.shown_of:
+            self.shown, self.shown_of = terminal.table(self._results(), self.console.width), count
+        return Group(self.shown, self.bars)
+
+    def _results(self) -> Results:
+        """What is measured so far: the table of it has the columns of the final one. Other configurations have a row
+        for their first run.
+        """
+        begun = {replace(s, seed=0) for s in self.records}
+        runs = []
+        for settings in self.grid:
+            records = self.records.get(settings)
+            if records or replace(settings, seed=0) not in begun:
+                runs.append(Run(settings, Path(), [], records or []))
+                begun.add(replace(settings, seed=0))
+        return Results(Study(self.grid[0], {}, ()), runs)
 
 
 def _span(seconds: float) -> str:

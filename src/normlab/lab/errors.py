@@ -1,9 +1,12 @@
 """Errors that a user can fix, each in one sentence."""
 
+import errno
 import sys
 import warnings
 
-__all__ = ["Interrupted", "LabError", "NotFinite", "of_memory", "warn"]
+__all__ = ["FULL", "Interrupted", "LabError", "NotFinite", "of_memory", "warn"]
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what the system says of a full disk, or of a quota
 
 
 class LabError(ValueError):

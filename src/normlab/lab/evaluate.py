@@ -200,18 +200,30 @@ def _check_classes(model: nn.Module, data: Data) -> None:
     """Check the model's outputs first: on a GPU a label without a logit is an assertion in a kernel."""
     if not len(data.test.y):
         raise LabError(f"{data.name} has no test images to measure on")
+    mean = getattr(getattr(model, "standardize", None), "mean", None)
+    if isinstance(mean, torch.Tensor) and mean.numel() not in (1, data.channels):
+        raise LabError(
+            f"{type(model).__name__} takes a mean of {mean.numel()} channels off its pixels, and the images of "
+            f"{data.name} are {_shape(data)}; expected one number for each channel"
+        )
     images = data.test.x[:16]  # batch statistics of one image may not exist
     try:
         found = predictions(model, images)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
-        shape = " x ".join(map(str, data.test.x.shape[1:]))
+    except LabError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
         raise LabError(
-            f"{type(model).__name__} cannot take the images of {data.name}, {shape} ({str(error).splitlines()[0]}); "
+            f"{type(model).__name__} cannot take the images of {data.name}, {_shape(data)} ({why}); "
             "choose the data that it was trained on, or data of that size"
         ) from error
     check_logits(model, found, images, data)
+
+
+def _shape(data: Data) -> str:
+    return " x ".join(map(str, data.test.x.shape[1:]))
 
 
 def measure(

@@ -157,6 +157,8 @@ def make_study(
     seeds = range(seeds) if isinstance(seeds, int) else seeds
     along = {"norm": norms if isinstance(norms, str) else list(norms), **lists, "seed": list(seeds)}
     axes = {name: axis_of(name, values) for name, values in along.items()}
+    if out is not None and not str(out).strip():
+        raise LabError("out is empty; give the folder of the results, or None for the default one.")
     study = Study((base or Settings()).with_(**single | firsts(axes)), axes, _listed(measure))
     return replace(study, folder=Path(out) if out is not None else default_folder(study))
 

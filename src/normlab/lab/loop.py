@@ -29,6 +29,7 @@ from ..engine.backends import backend
 from ..engine.messages import check_model
 from ..engine.numerics import widest
 from ..model.calibrate import averaging, calibrate, estimate, tracking
+from ..model.parameter_groups import clip_gradients
 from .errors import LabError
 from .optimizers import learning_rate
 from .quick import Captured, Halves, fused
@@ -191,7 +192,9 @@ class _Trainer:
             torch.cuda.synchronize(self.ctx.device)
         found |= {"lr": lr, "seconds": round(time.perf_counter() - start, 4)}
         found |= {"ranks": self.ranks.world} if self.ranks.world > 1 else {}
-        return found | ({"importance": weights} if weights else {})
+        # Those of a run that diverged are no numbers, and no shares of anything.
+        shares = torch.tensor([w for layer in weights.values() for pair in layer.values() for w in pair])
+        return found | ({"importance": weights} if weights and bool(shares.isfinite().all()) else {})
 
     def _order(self, part: str, epoch: int, again: int = 0) -> Tensor:
         """The samples of a part in an order of this epoch, and of each time that the epoch reads the part again."""
@@ -295,6 +298,7 @@ class _Trainer:
         self.ranks.sum_gradients(own)
         if settings.clip:
             nn.utils.clip_grad_norm_(own, settings.clip, foreach=True)
+        clip_gradients(optimizer)
         optimizer.step()
 
     def _own(self, batch: Batch) -> tuple[Batch, Share]:

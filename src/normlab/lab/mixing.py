@@ -109,18 +109,19 @@ def _mixed(layer: Norm, places: Sequence[int], weight: float) -> Callable[..., T
         known = known and (layer.track_running_stats or not over_batch)
         if known and not isinstance(layer.statistics, Positional):
             y = _by_coefficients(layer, x, places, weight)
-            return activate(y if residual is None else y + residual, layer.act)
+            return layer._then(activate(y if residual is None else y + residual, layer.fused_act))
         # Statistics at each position or of this batch, affine maps of samples: the mean of both outputs, then the
         # activation.
         label = current(layer).label
         given = {"label": label, **given} if "label" in layer.wants and label is not None else given
-        act, layer.act = layer.act, None
+        act, followed = layer.fused_act, layer._followed
+        layer.fused_act, layer._followed = None, False
         try:
             first, second = (plain(x, branch=torch.tensor(p, device=x.device), **given) for p in places)
         finally:
-            layer.act = act
+            layer.fused_act, layer._followed = act, followed
         y = torch.lerp(first, second, weight)
-        return activate(y if residual is None else y + residual, act)
+        return layer._then(activate(y if residual is None else y + residual, act))
 
     return forward
 

@@ -106,8 +106,11 @@ def parse_norms(text: str) -> list[NormSpec]:
         tree = ast.parse(f"({plain},)", mode="eval").body
         assert isinstance(tree, ast.Tuple)
         return [_spec(node, text) for node in tree.elts]
-    except (SyntaxError, AssertionError) as error:
-        raise LabError(f"{text!r} does not read as norms; write them as none,batch,group(8)") from error
+    except (SyntaxError, AssertionError, ValueError, RecursionError, MemoryError) as error:
+        if isinstance(error, LabError):
+            raise
+        shown = text if len(text) < 200 else f"{text[:50]}... of {len(text):,} letters"
+        raise LabError(f"{shown!r} does not read as norms; write them as none,batch,group(8)") from error
 
 
 def _spec(node: ast.expr, text: str) -> NormSpec:

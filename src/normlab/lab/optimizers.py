@@ -6,8 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..model.parameter_groups import parameter_groups
 from .errors import LabError
 
 if TYPE_CHECKING:
@@ -38,22 +39,24 @@ def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
 def optimizer_for(phase: Phase, settings: Settings, device: torch.device) -> torch.optim.Optimizer:
     """An optimizer whose learning rates are tensors on the device.
 
-    A parameter group with its own rate keeps its ratio to ``settings.lr``.
+    A model's parameters are grouped by :func:`normlab.parameter_groups`. A parameter group with its own rate keeps its
+    ratio to ``settings.lr``.
     """
-    given: list[Any] = list(phase.parameters)
-    groups: list[dict[str, Any]] = (
-        [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
-    )
+    every = settings.decay_all
     split = []
-    for group in groups:
+    for group in _groups(phase.parameters, settings):
         params = [p for p in group.pop("params") if p.requires_grad]
         share = group.pop("lr", settings.lr) / settings.lr
-        decayed = [p for p in params if settings.decay_all or p.ndim > 1]
-        plain = [p for p in params if not (settings.decay_all or p.ndim > 1)]
+        rate = torch.tensor(settings.lr * share, device=device)
+        about = {"share": share, "lr": rate} | group
+        if "weight_decay" in group:
+            split.append({"params": params} | about)
+            continue
+        decayed = [p for p in params if every or p.ndim > 1]
+        plain = [p for p in params if not (every or p.ndim > 1)]
         for chosen, decay in ((decayed, settings.weight_decay), (plain, 0.0)):
             if chosen:
-                rate = torch.tensor(settings.lr * share, device=device)
-                split.append({"params": chosen, "share": share, "weight_decay": decay, "lr": rate} | group)
+                split.append({"params": chosen, "weight_decay": decay} | about)
     if not split:
         raise LabError(f"phase {phase.name!r} has no parameters to train.")
     rate = torch.tensor(settings.lr, device=device)
@@ -75,6 +78,16 @@ def settings_of(phase: Phase, settings: Settings) -> Settings:
     if "betas" in phase.optimizer and found.optimizer == "sgd":
         raise LabError(f"phase {phase.name!r} gives betas, which SGD does not have; its optimizer is adam or adamw.")
     return found
+
+
+def _groups(parameters: Any, settings: Settings) -> list[dict[str, Any]]:
+    if isinstance(parameters, nn.Module):
+        if not any(p.requires_grad for p in parameters.parameters()):
+            return []
+        every, decay = settings.decay_all, settings.weight_decay
+        return parameter_groups(parameters, settings.lr, decay, decay_norms=every, decay_biases=every)
+    given = list(parameters)
+    return [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

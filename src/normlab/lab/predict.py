@@ -148,7 +148,7 @@ def check_logits(model: nn.Module, logits: Any, x: Tensor, data: Data | None = N
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise LabError(f"a classifier returns logits [N, K]; {type(model).__name__} returned {got} for {len(x)} images")
-    if data is not None and logits.shape[1] < len(data.classes):
+    if data is not None and logits.shape[1] != len(data.classes):
         raise LabError(
             f"{type(model).__name__} has {logits.shape[1]} outputs, but {data.name} has {len(data.classes)} classes; "
             "choose the data that it is made for"

@@ -89,7 +89,7 @@ class Results:
         from .report import terminal
 
         console = Console()
-        console.print(terminal.table(self))
+        console.print(terminal.table(self, console.width))
         console.print(terminal.sentences(self), markup=False, highlight=False)
 
     def report(self, path: str | Path | None = None) -> Path:

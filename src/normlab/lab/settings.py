@@ -46,7 +46,7 @@ class Settings:
     model: str = _other("small", help="network, by name")
     norm: str = _other("batch", help="normalization, by name, with arguments in parentheses: group(8)")
     data: str = _other("mnist5k", help="data set, by name, or folder:PATH")
-    seed: int = _number(0, 0, help="first weights, order, augmentation, noise")
+    seed: int = _number(0, 0, 2**63 - 1, help="first weights, order, augmentation, noise")
     recipe: str = _other(
         "classify", help="what a training step computes: classify, augmented(...), streams(...) or adversarial(...)"
     )
@@ -58,7 +58,7 @@ class Settings:
     momentum: float = _number(0.9, 0, 1, help="momentum of SGD")
     nesterov: bool = _other(False, help="Nesterov's momentum")
     weight_decay: float = _number(5e-4, 0, help="weight decay")
-    decay_all: bool = _other(True, help="decay every parameter; false: only those of two or more dimensions")
+    decay_all: bool = _other(True, help="decay every parameter; false: not norm layers, nor vectors")
     schedule: str = _choice("cosine", "cosine", "constant", "step", help="learning rate over epochs")
     milestones: tuple[int, ...] = _other((), help="epochs after which schedule 'step' multiplies by gamma")
     gamma: float = _number(0.1, 0, help="factor of schedule 'step'", above=True)
@@ -155,6 +155,9 @@ class Settings:
 NAMES: tuple[str, ...] = tuple(f.name for f in fields(Settings))
 HELP: dict[str, str] = {f.name: f.metadata["help"] for f in fields(Settings)}
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Settings)}
+CHOICES: dict[str, tuple[str, ...]] = {
+    f.name: f.metadata["choices"] for f in fields(Settings) if "choices" in f.metadata
+}
 _KIND: dict[str, type] = {f.name: type(f.default) for f in fields(Settings)}  # bool, int, float, str, tuple
 
 
@@ -226,8 +229,11 @@ def _checked(spec: Any, value: Any) -> Any:
         raise LabError(f"{name} cannot be {value!r}; expected {', '.join(choices[:-1])} or {choices[-1]}.")
     if limits:
         low, high, above = limits
+        high = 2**31 - 1 if kind is int and high == float("inf") else high  # sizes and counts
         if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
             bound = f"above {low:g}" if above else f"at least {low:g}"
-            limit = f" and at most {high:g}" if high < 1e9 else " and finite" if value == float("inf") else ""
-            raise LabError(f"{name} must be {bound}{limit}; got {value}.")
+            most = "finite" if high == float("inf") else f"at most {high:g}" if high < 1e9 else f"at most {high}"
+            limit = f" and {most}" if high < 1e9 or value > high or value == float("inf") else ""
+            got = value if kind is float or abs(value) < 10**30 else f"one of {value.bit_length():,} bits"
+            raise LabError(f"{name} must be {bound}{limit}; got {got}.")
     return value

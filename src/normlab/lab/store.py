@@ -2,31 +2,72 @@
 
 A killed process leaves the last complete file. JSON lines are appended in one write. The reader skips a line that was
 cut off, and the next writer removes it.
+
+What is read back is checked: JSON for its types (:func:`misfit`), a checkpoint for its checksum. So a file that was
+damaged or changed by hand is named in a sentence.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
+import secrets
+import zlib
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import LabError
+from .errors import FULL, LabError
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # this system has no such locks
+    _fcntl = None  # type: ignore[assignment]
 
 __all__ = [
-    "Busy", "append_line", "load_checkpoint", "locked", "read_lines", "read_log", "read_records", "save_checkpoint",
-    "write_atomic", "write_lines",
+    "Busy", "append_line", "clear_partial", "load_checkpoint", "locked", "misfit", "read_json", "read_lines",
+    "read_log", "read_records", "save_checkpoint", "write_atomic", "write_lines",
 ]  # fmt: skip
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _META = "normlab"  # our key in the metadata of a safetensors file; its value is JSON
+_CHECK = "crc32"  # the name of the checksum in it; files of older versions have none
+
+
+class Whole(NamedTuple):
+    """A whole number in a range, where :func:`misfit` checks values of JSON."""
+
+    low: int = 0
+    high: int = 2**31 - 1
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.low} to {self.high}"
+
+
+class Needs(dict[Any, Any]):
+    """Kinds by name, where every name must be there."""
+
+
+# What a line may hold. Other names are allowed: a recipe logs what it likes. A number that was not finite is null.
+_LINE = {"epoch": Whole(1), "seconds": float, "lr": float, "loss": float, "accuracy": float, "test_loss": float,
+         "train_accuracy": float, "importance": {...: {...: (float, float)}}}  # fmt: skip
+_RECORD = {
+    "digest": str, "measurement": str, "run": str, "title": str, "kind": str, "n": Whole(), "seconds": float,
+    "values": dict, "metrics": {...: Needs(unit=str, higher=bool, title=str)}, "branch": str, "branches": (str, str),
+    "settings": dict,
+    "arguments": {"severities": [Whole(1, 5)], "names": [str], "branches": (str, str), "units": str, "of": str,
+                  "eps": object, "std": object},
+    "curve": Needs(x=[float], y=[float]), "grid": Needs(values=[[float]]), "corruptions": {...: [float]},
+    "at": {...: (float,)}, "not_finite": Needs(images=Whole(), of=Whole()), "versions": {...: str}, "device": str,
+    "pictures": [Needs(title=str)],
+    "samples": Needs(shape=(Whole(1), Whole(1), Whole(1), Whole(1)), before=str, after=str, label=[str],
+                     before_class=[str], after_class=[str]),
+}  # fmt: skip
 
 
 class Busy(LabError):
@@ -39,19 +80,22 @@ def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -
     ``sync=False`` does not wait for the disk: safe against a killed process, not against a power cut.
     """
     path = Path(path)
+    if path.is_dir():
+        raise LabError(f"{path} is a folder, and a file is to be written; name a file in it.")
     data = content.encode() if isinstance(content, str) else content
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_bytes(data)  # a device or a pipe must not be replaced by a file
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
+        clear_partial(path.parent, path.name)
+        with _own_file(partial) as file:
             file.write(data)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        os.replace(partial, path)
+            os.replace(partial, path)
     except BaseException as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -59,6 +103,35 @@ def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -
             raise _sentence(path, error) from error
         raise
     return path
+
+
+def _own_file(path: Path) -> IO[bytes]:
+    """A new file, locked while it is open: so others see that it is being written (:func:`clear_partial`)."""
+    while True:
+        file = path.open("xb")
+        with suppress(OSError):  # a file system without locks
+            if _fcntl is not None:
+                _fcntl.flock(file, _fcntl.LOCK_EX)
+        if path.exists():  # nobody took it for a dead process' file before it was locked
+            return file
+        file.close()
+
+
+def clear_partial(folder: Path, name: str = "") -> None:
+    """Remove files that killed processes had begun to write in a folder, all or those that were to become ``name``.
+
+    The system holds the locks of living writers, on whichever machine, so theirs stay.
+    """
+    if _fcntl is None:
+        return
+    begin = f".{name}." if name else "."
+    with suppress(OSError):
+        for path in [Path(e.path) for e in os.scandir(folder) if e.name.startswith(begin)]:
+            if path.suffix != ".partial":
+                continue
+            with suppress(OSError), path.open("rb") as file:  # a lock that is held is such an error
+                _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+                path.unlink()
 
 
 def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
@@ -89,10 +162,10 @@ def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
         os.close(handle)
 
 
-def read_lines(path: str | Path, *needs: str) -> list[dict[str, Any]]:
+def read_lines(path: str | Path, *needs: str, like: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; none if there is no file. A cut-off last line is skipped.
 
-    ``needs`` are names that every object must have.
+    ``needs`` are names that every object must have, and ``like`` says of which kind their values are (:func:`misfit`).
     """
     path = Path(path)
     try:
@@ -103,29 +176,129 @@ def read_lines(path: str | Path, *needs: str) -> list[dict[str, Any]]:
         raise LabError(f"{path} cannot be read: {error.strerror}.") from error
     records = []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):  # a cut-off line has no newline
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
+        record = read_json(line)
         if not isinstance(record, dict):
-            raise LabError(f"{path}, line {number}, is not a JSON object; the file was changed or is not ours. "
-                           "Remove that line, or the file, and run again.")  # fmt: skip
-        lacks = next((name for name in needs if name not in record), None)
+            raise _of_line(path, number, "is not a JSON object")
+        lacks = next((name for name in needs if record.get(name) is None), None)
         if lacks is not None:
-            raise LabError(f"{path}, line {number}, has no {lacks!r}; the file was changed or is of another version of "
-                           "normlab. Remove that line, or the file, and run again.")  # fmt: skip
+            raise _of_line(path, number, f"has no {lacks!r}")
+        if like is not None and (wrong := misfit(record, like)):
+            raise _of_line(path, number, f"does not fit: {wrong}")
         records.append(record)
     return records
 
 
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # the latter: thousands of brackets
+        return None
+
+
+def misfit(value: Any, like: Any, name: str = "") -> str:
+    """Which part of a JSON value is not like ``like``, in words; empty if all fits.
+
+    ``like`` is a type, a range (:class:`Whole`), a list of one kind, a tuple of kinds, or kinds by name. The name
+    ``...`` stands for every name; a name may be missing or null except in :class:`Needs`, and names that are not in
+    ``like`` may hold anything. ``object`` is a number or a list of numbers.
+
+    >>> misfit({"x": [1, "2"], "more": 3}, {"x": [float]})
+    "x[1] is '2' and not a number"
+    """
+    if like is object:
+        return misfit(value, [float] if isinstance(value, list) else float, name)
+    if isinstance(like, Whole):
+        return "" if type(value) is int and like.low <= value <= like.high else _is_not(name, value, str(like))
+    if isinstance(like, dict):
+        if not isinstance(value, dict):
+            return _is_not(name, value, "a table")
+        needed = isinstance(like, Needs) or ... in like
+        kinds = dict.fromkeys(value, like[...]) if ... in like else like
+        parts = ((f"{name}.{k}" if name else k, value.get(k), kind) for k, kind in kinds.items())
+        return _first(misfit(v, kind, where) for where, v, kind in parts if needed or v is not None)
+    if isinstance(like, (list, tuple)):
+        kinds = like * len(value) if isinstance(like, list) and isinstance(value, list) else like
+        if not isinstance(value, list) or len(value) != len(kinds):
+            return _is_not(name, value, f"a list of {len(like)}" if isinstance(like, tuple) else "a list")
+        return _first(misfit(v, kind, f"{name}[{i}]") for i, (v, kind) in enumerate(zip(value, kinds, strict=True)))
+    if like is float:
+        fits = type(value) in (int, float) and abs(value) <= 1e300  # comparisons take any integer
+        return "" if fits else _is_not(name, value, "a number")
+    return (
+        "" if type(value) is like else _is_not(name, value, {str: "text", dict: "a table", bool: "true or false"}[like])
+    )
+
+
+def _first(found: Iterator[str]) -> str:
+    return next(filter(None, found), "")
+
+
+def _is_not(name: str, value: Any, expected: str) -> str:
+    got = repr(value) if isinstance(value, (str, float, bool)) else type(value).__name__
+    got = "null" if value is None else str(value) if type(value) is int and abs(value) < 10**18 else got
+    return f"{name} is {got if len(got) < 60 else got[:57] + '...'} and not {expected}"
+
+
+def _of_line(path: Path, number: int, what: str) -> LabError:
+    return LabError(f"{path}, line {number}, {what}; the file was changed or damaged, or is of another version of "
+                    f"normlab. {_MEND.get(path.name, 'Remove that line, or the file, and run again.')}")  # fmt: skip
+
+
+# What leads on. Without a line of its log a run cannot resume: to remove the line would lead to the next error.
+_MEND = {
+    "log.jsonl": "Remove the folder of this run and run again: it is trained from the start.",
+    "results.jsonl": "Remove that line and run again: what it held is measured again.",
+}
+
+
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """The measurements of a study or a run."""
-    return read_lines(folder / "results.jsonl", "digest", "measurement")
+    path = folder / "results.jsonl"
+    records = read_lines(path, "digest", "measurement", "values", like=_RECORD)
+    for number, record in enumerate(records, 1):
+        if wrong := _apart(record):
+            raise _of_line(path, number, f"does not fit: {wrong}")
+    return records
+
+
+def _apart(record: Mapping[str, Any]) -> str:
+    """What of a record does not belong together."""
+    curve, grid, corruptions, shown = (record.get(k) for k in ("curve", "grid", "corruptions", "samples"))
+    for name, value in record["values"].items():
+        if value is not None and (wrong := misfit(value, float, f"values.{name}")):
+            return wrong
+    if record.get("kind") == "clean" and record["values"].get("accuracy") is None:
+        return "it has no accuracy"
+    for picture in record.get("pictures") or ():
+        images, shape = picture.get("images"), picture.get("shape")
+        if images is not None and (not shape or _bytes_in(images) != math.prod(shape)):
+            return f"the picture {picture['title']!r} does not have the shape that it gives"
+    if curve and len(curve["x"]) != len(curve["y"]):
+        return f"its curve has {len(curve['y'])} values at {len(curve['x'])} places"
+    if grid and len({len(row) for row in grid["values"]} - {0}) != 1:
+        return "the rows of its grid differ in length"
+    if corruptions and (0 in map(len, corruptions.values()) or len({len(v) for v in corruptions.values()}) > 1):
+        return "its corruptions differ in the number of severities"
+    if shown:
+        images, values = shown["shape"][0], math.prod(shown["shape"])
+        sizes = {_bytes_in(shown[k]) for k in ("before", "after")}
+        if sizes != {values} or {len(shown[k]) for k in ("label", "before_class", "after_class")} != {images}:
+            return f"its samples are not {images} images of {values // images} values"
+    return ""
+
+
+def _bytes_in(text: str) -> int:
+    """How many bytes a base64 text has; -1 for another text."""
+    try:
+        return len(b64decode(text, validate=True))
+    except ValueError:
+        return -1
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The epochs of a run."""
-    return read_lines(folder / "log.jsonl", "epoch")
+    return read_lines(folder / "log.jsonl", "epoch", like=_LINE)
 
 
 def write_lines(path: str | Path, records: list[dict[str, Any]]) -> Path:
@@ -156,7 +329,20 @@ def save_checkpoint(
     state = tensors.state_dict() if isinstance(tensors, torch.nn.Module) else tensors
     # Copied, because safetensors refuses names that share memory (tied weights).
     host = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()}
-    return write_atomic(path, save(host, {_META: json.dumps(finite(meta), ensure_ascii=False)}), sync=sync)
+    about = finite(meta)
+    words = json.dumps(about | {_CHECK: _checksum(about, host)}, ensure_ascii=False)
+    return write_atomic(path, save(host, {_META: words}), sync=sync)
+
+
+def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Of what is said about the tensors, and of each one's name, type, shape and bytes."""
+    found = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
+        if tensor.numel():
+            found = zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), found)  # type: ignore[arg-type]
+    return f"{found:08x}"
 
 
 def load_checkpoint(
@@ -169,25 +355,35 @@ def load_checkpoint(
     if not path.is_file():
         raise LabError(f"There is no checkpoint {path}.")
     try:
-        with safe_open(path, "pt", device=str(device)) as file:
+        with safe_open(path, "pt", device="cpu") as file:
             words = (file.metadata() or {}).get(_META, "{}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        meta = json.loads(words)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise LabError(
-            f"{path} is no checkpoint that can be read: cut off, damaged, or not a safetensors file ({error}). "
-            "If it is of a run, remove it and give the run's command again. Weights of another format are loaded in "
-            "Python and saved again with safetensors.torch.save_file."
-        ) from error
-    return tensors, meta if isinstance(meta, dict) else {}
+    # safetensors leaves names, types and shapes that torch does not know to torch.
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
+        raise _no_checkpoint(path, str(error)) from error
+    meta = read_json(words)
+    if not isinstance(meta, dict):
+        raise _no_checkpoint(path, "its description is no JSON object")
+    if (stored := meta.pop(_CHECK, None)) is not None and stored != _checksum(meta, tensors):
+        raise _no_checkpoint(path, "its checksum is of other content")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, meta
+
+
+def _no_checkpoint(path: Path, why: str) -> LabError:
+    return LabError(
+        f"{path} is no checkpoint that can be read: cut off, damaged, or not a safetensors file ({why}). "
+        "If it is of a run, remove the folder of that run and give its command again. Weights of another format are "
+        "loaded in Python and saved again with safetensors.torch.save_file."
+    )
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder for one process. The system holds the lock, so a killed process leaves none behind."""
-    try:
-        import fcntl
-    except ImportError:  # this system has no such locks
+    """Lock a folder for one process. The system holds the lock, so a killed process leaves none behind.
+
+    What a killed process had begun to write is removed.
+    """
+    if _fcntl is None:
         yield
         return
     try:
@@ -197,9 +393,10 @@ def locked(folder: Path) -> Iterator[None]:
         raise _sentence(folder, error) from error
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _fcntl.flock(handle, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy(f"Another process is working in {folder}; wait for it, or choose another folder.") from None
+        clear_partial(folder)
         yield
     finally:
         os.close(handle)
@@ -219,7 +416,7 @@ def _end_of_lines(handle: int) -> int:
 
 
 def _sentence(path: Path, error: OSError) -> LabError:
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return LabError(f"{path} cannot be written: the disk is full or the quota is used up. What was there is "
                         "unchanged; free some space and run the same command again.")  # fmt: skip
     return LabError(f"{path} cannot be written: {error.strerror or error}.")

@@ -27,10 +27,10 @@ from .errors import LabError
 from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, names_of
 from .loop import arithmetic, fit
 from .results import Results, Row, Run, differences, read_results, read_run
-from .run_state import load_weights
+from .run_state import allocating, described, load_weights
 from .seeds import generator
 from .settings import Settings
-from .store import append_line, load_checkpoint, locked, read_records, write_atomic
+from .store import append_line, clear_partial, load_checkpoint, locked, read_records, write_atomic
 from .tasks import Context, Source, like, task_of
 from .torchrun import led, together
 from .watcher import Watcher
@@ -174,37 +174,69 @@ def train(
     return read_run(folder)
 
 
-def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu") -> tuple[Classifier, Settings]:
+def load_model(
+    checkpoint: str | Path, *, device: torch.device | str = "cpu", diverged: bool = False
+) -> tuple[Classifier, Settings]:
     """The model of a checkpoint that the loop wrote, in evaluation mode, and its settings.
 
     A folder means the kept weights in it. From a resume checkpoint, the weights that evaluation uses are loaded.
+    ``diverged`` also takes weights that are no finite numbers.
     """
     path = Path(checkpoint)
     if (path / "study.toml").is_file():
         raise LabError(f"{path} is the folder of a study; name one of its runs: {path / 'runs'}/NAME.")
-    path = path / "best.safetensors" if path.is_dir() else path
+    home, path = path, path / "best.safetensors" if path.is_dir() else path
     tensors, meta = load_checkpoint(path, device=device)
-    if "settings" not in meta or "data" not in meta:
+    if meta.get("settings") is None or meta.get("data") is None:
         raise LabError(f"{path} has weights but does not say of which network; it was not written by normlab. "
                        "`normlab evaluate` takes it with --model, --norm and --data, or with --module "
                        "package.module:function.")  # fmt: skip
+    described(meta, path)
     settings = Settings.from_values(meta["settings"], source=str(path))
+    if home.is_dir() and (home / "settings.toml").is_file():
+        there = Settings.read(home / "settings.toml")
+        if there.digest() != settings.digest():
+            raise LabError(f"{path} is of another run than {home / 'settings.toml'}: {differences(there, settings)}. "
+                           "Files were mixed; put the right one back, or name the file itself.")  # fmt: skip
     for prefix in ("averaged.", "model.") if meta.get("kind") == "state" else ():
         part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if part:
             tensors = part
             break
-    # The initial weights are not needed.
-    options = tuple((k, v) for k, v in settings.options if k != "weights")
-    model = build_model(replace(settings, options=options), SimpleNamespace(**meta["data"])).to(device)
+    model = _network_of(settings, meta, sum(t.numel() for t in tensors.values()), path).to(device)
     try:
-        load_weights(model, tensors, path)
+        load_weights(model, tensors, path, diverged=diverged)
     except LabError as error:
+        if "of another model" not in str(error):
+            raise
         raise LabError(f"{error} The settings beside the weights do not make their network: where fit() trained one of "
                        f"your own, load them into it, model.load_state_dict(load_checkpoint({str(path)!r})[0]) of "
                        f"normlab.lab.store, or `normlab evaluate --module package.module:function --weights {path}`."
                        ) from None  # fmt: skip
     return model.eval(), settings
+
+
+def _network_of(settings: Settings, meta: dict[str, Any], values: int, path: Path) -> Classifier:
+    """The network that a checkpoint describes, if it can be one of so many values.
+
+    Every layer has values, and every unit of its width has some. So a number that is larger than the file's is none
+    of a network's, and what is built must not need much more than the file has.
+    """
+    # The initial weights are not needed.
+    options = tuple((k, v) for k, v in settings.options if k != "weights")
+    sizes = {"depth": settings.depth, "width": settings.width} | dict(options)
+    if wrong := [f"{k} = {v}" for k, v in sizes.items() if isinstance(v, int) and not -values <= v <= values]:
+        raise LabError(f"{path} describes a network with {wrong[0]} and holds {values:,} values. "
+                       "The file was damaged or changed.")  # fmt: skip
+    try:
+        with allocating(2 * values + (1 << 20)):
+            return build_model(replace(settings, options=options), SimpleNamespace(**meta["data"]))
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a network makes of options that nobody gave it
+        said = str(error) if isinstance(error, LabError) else f"{type(error).__name__}: {error}"
+        raise LabError(f"{path} describes a network that cannot be built, {settings.model} with {settings.norm}: {said}"
+                       ) from error  # fmt: skip
 
 
 def build_model(settings: Settings, data_like: Any) -> Any:
@@ -226,8 +258,8 @@ def pick_device(name: torch.device | str | None = None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty((), device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros((), device=device).item()  # a meta tensor has no value
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise LabError(f"device {str(name)!r} cannot be used here ({str(error).splitlines()[0]}); "
                        "expected cpu, or cuda where there is a GPU.") from None  # fmt: skip
     return device
@@ -258,6 +290,7 @@ def trained(
 ) -> Classifier:
     """The network of a run with its kept weights. Trains the epochs that are missing."""
     _check_home(settings, home)
+    clear_partial(home)
     write_atomic(home / "settings.toml", settings.to_toml())
     model = build_model(settings, data)
     with together(settings, data, device) as ranks:

@@ -35,30 +35,33 @@ def subject(
     weights: Path | None = None,
     mean: str | None = None,
     std: str | None = None,
-    test_size: int = 0,
+    test_size: int | None = None,
     root: Path | None = None,
     download: bool = False,
 ) -> tuple[nn.Module, Data]:
-    """The network to measure, and the images to measure it on."""
+    """The network to measure, and the images to measure it on.
+
+    ``test_size`` is how many, 0 for all; None is as many as the run of a checkpoint has used, or all.
+    """
     if (checkpoint is None) == (module is None):
         raise LabError("Give a checkpoint, or --module package.module:function for a network of your own; one of both.")
     if module is not None:
         if data is None:
             raise LabError("--module needs --data: the images that it is measured on.")
         net = own_module(module, weights, mean, std)
-        return net, load_data(Settings(data=data, test_size=test_size), root=root, download=download)
+        return net, load_data(Settings(data=data, test_size=test_size or 0), root=root, download=download)
     if weights or mean or std:
         raise LabError("--weights, --mean and --std belong to --module; a checkpoint has its own.")
     assert checkpoint is not None
     if model is None and norm is None:
         net, settings = load_model(checkpoint)
-        settings = replace(settings, test_size=test_size or settings.test_size)
+        settings = replace(settings, test_size=settings.test_size if test_size is None else test_size)
         if data is not None:
             settings = replace(settings, data=data, train_size=0)
         return net, load_data(settings, root=root, download=download)
     if model is None or data is None:
         raise LabError("Weights that normlab did not write need --model, --data and, unless it is batch, --norm.")
-    settings = Settings(model=model, norm=norm or "batch", data=data, test_size=test_size)
+    settings = Settings(model=model, norm=norm or "batch", data=data, test_size=test_size or 0)
     images = load_data(settings, root=root, download=download)
     net = build_model(settings, images)
     tensors, _ = load_checkpoint(checkpoint)

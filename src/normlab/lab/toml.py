@@ -45,6 +45,8 @@ def read(path: str | Path) -> dict[str, Any]:
         raise LabError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:  # also what is not UTF-8
         raise LabError(f"{path} is not TOML: {error}.") from error
+    except RecursionError as error:
+        raise LabError(f"{path} is no settings file: its brackets are nested too deep.") from error
 
 
 def _key(name: str) -> str:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["follow", "lead", "led", "run", "together"]
 
+_PATIENCE = timedelta(hours=1)  # for a process that is about to say why it failed, on a machine however busy
+
 Words = Callable[[BaseException], tuple[str, int] | None]  # of an error: what to say, and the exit code
 
 
@@ -163,8 +165,9 @@ def _said_by_another(store: Any) -> int | None:
     try:
         if store.add("normlab/failed", 1) == 1:
             return None
-        # Torchrun ends all of them as soon as one has ended; the first must have spoken by then.
-        store.wait(["normlab/code"], timedelta(seconds=10))
+        # Torchrun ends all of them as soon as one has ended; the first must have spoken by then. If it was killed
+        # before, torchrun ends this one, which waits.
+        store.wait(["normlab/code"], _PATIENCE)
         return int(store.get("normlab/code"))
     except RuntimeError:  # the store is gone, and the one that failed first with it
         return 1

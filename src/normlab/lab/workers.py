@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 from . import mps
 from .errors import LabError, of_memory
 from .settings import Settings
-from .store import Busy
+from .store import Busy, read_json
 from .torchrun import led
 from .watcher import Watcher
 
@@ -159,10 +159,7 @@ def _tell(watch: Watcher, record: Callable[..., None], settings: Settings, event
 
 def _event_of(line: str) -> dict[str, Any] | None:
     """An event of a worker; None for other output, which libraries may print at first."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
+    event = read_json(line)
     return event if isinstance(event, dict) and "event" in event else None
 
 
@@ -229,17 +226,15 @@ class _Worker:
 
 
 class _Teller(Watcher):
-    """Reports to the parent, and ends the process if the parent is gone."""
+    """Reports to the parent."""
 
     def __init__(self, say: Callable[..., None]) -> None:
-        self.say, self.parent = say, os.getppid()
+        self.say = say
 
     def run(self, settings: Settings, *, done_epochs: int) -> None:
         self.say("run", done_epochs=done_epochs)
 
     def step(self, epoch: int, step: int, steps: int) -> None:
-        if os.getppid() != self.parent:
-            os._exit(1)
         self.say("step", arguments=[epoch, step, steps])
 
     def epoch(self, line: dict[str, Any]) -> None:
@@ -252,9 +247,23 @@ class _Teller(Watcher):
         self.say("measuring", measurement=measurement)
 
     def measuring_step(self, measurement: str, done: int, total: int) -> None:
-        if os.getppid() != self.parent:
-            os._exit(1)
         self.say("measuring_step", arguments=[measurement, done, total])
+
+
+def _jobs() -> Iterator[Job]:
+    """What the parent gives. Where it is gone, its end of the pipe closes, and this process ends at once: it would
+    hold the lock of a folder that the same command, given again, needs.
+    """
+    given: queue.Queue[str] = queue.Queue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            given.put(line)
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        yield json.loads(given.get())
 
 
 def _work(device: str) -> None:
@@ -274,8 +283,7 @@ def _work(device: str) -> None:
 
     place = torch.device(device)
     loaded: tuple[Any, Any] = (None, None)
-    for line in sys.stdin:
-        job = json.loads(line)
+    for job in _jobs():
         settings, home = Settings.from_values(job["settings"], source="a job"), Path(job["home"])
         try:
             key = (data_key(settings), job["root"])

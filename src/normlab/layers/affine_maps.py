@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.contract import StyleMoments
 from ..engine.normalize import slice_moments
-from ..statistics.affine import Affine, compose, select, select_branch
+from ..engine.rows import take
+from ..statistics.affine import Affine, compose, select
 from ..statistics.plans import bessel
 
 if TYPE_CHECKING:
@@ -36,8 +39,7 @@ def separate(layer: Norm, label: Any, branch: int | Tensor, style: Any, x: Tenso
             both: Any = (layer.branch_weight, layer.branch_bias)
             weight, bias = (torch.stack([t[b] for b in layer.branches]) for t in both)
             return Affine(*shared, weight, bias, branch, few=True)
-        name = layer.branches[branch]
-        pair = layer.branch_weight[name], layer.branch_bias[name]
+        pair = _of_branch(layer, branch)
         return Affine(*pair) if len(terms) == 1 else Affine(*shared, *pair)
     if last == "style":
         found = _style(layer, style, x)
@@ -57,13 +59,75 @@ def collapsed(
             terms.append((select(layer.class_weight, label), select(layer.class_bias, label)))
         elif term == "branch":
             assert layer.branches is not None
-            w = select_branch(layer.branch_weight, layer.branches, branch)  # type: ignore[arg-type]
-            b = select_branch(layer.branch_bias, layer.branches, branch)  # type: ignore[arg-type]
-            terms.append((w, b))
+            if isinstance(branch, int):
+                terms.append(_of_branch(layer, branch))
+            else:
+                both: Any = (layer.branch_weight, layer.branch_bias)
+                w, b = (take(torch.stack([t[name] for name in layer.branches]), branch) for t in both)
+                terms.append((w, b))
         elif term == "style":
             found = _style(layer, style, x)
             terms.append((found.std, found.mean))
     return compose(terms)
+
+
+def _of_branch(layer: Norm, branch: int) -> tuple[Tensor, Tensor]:
+    """Weight and bias of one branch. The other branches get no gradient."""
+    assert layer.branches is not None
+    name = layer.branches[branch]
+    weight, bias = layer.branch_weight[name], layer.branch_bias[name]
+    if inside_ddp():
+        every = [p for table in (layer.branch_weight, layer.branch_bias) for p in table.values() if p.requires_grad]
+        weight = _TakePart.apply(weight, *every)
+    return weight, bias  # type: ignore[return-value]
+
+
+def inside_ddp() -> bool:
+    """Whether ``DistributedDataParallel`` runs this forward pass and expects a gradient of every parameter."""
+    ddp = None if torch.compiler.is_compiling() else getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None or not torch.is_grad_enabled():
+        return False
+    return ddp.require_backward_grad_sync and not (ddp.find_unused_parameters or ddp.static_graph)
+
+
+class _TakePart(torch.autograd.Function):
+    """The first tensor, in whose backward pass the others, parameters of DDP, take part without a gradient.
+
+    DDP then gives zeros to those that no process has used. An optimizer would decay them and let momentum move them, so
+    that they would not train as in one process. So these zeros are taken away after DDP has put them there. Gradients
+    are the same on all processes by then, and so is what is taken away.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        task = torch._C._current_graph_task_id()
+        if task not in _without_gradient:
+            if len(_without_gradient) > 16:  # of backward passes that ended in an error
+                _without_gradient.clear()
+            _without_gradient[task] = {}
+            # DDP's own callback is queued when the last gradient is there, so that one queued by a callback is later.
+            _queue(lambda: _queue(lambda: _take_zeros_away(task)))
+        _without_gradient[task].update({id(p): p for p in ctx.parameters if p.grad is None})
+        return gradient, *(None for _ in ctx.parameters)
+
+
+_without_gradient: dict[int, dict[int, Tensor]] = {}  # by the number of the backward pass
+_queue: Any = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+
+def _take_zeros_away(task: int) -> None:
+    found = [p for p in _without_gradient.pop(task, {}).values() if p.grad is not None]
+    if not found:
+        return
+    used = torch.stack([(p.grad != 0).any().to(found[0].device) for p in found]).tolist()  # type: ignore[union-attr]
+    for p, one in zip(found, used, strict=True):
+        if not one:
+            p.grad = None
 
 
 def _shared(layer: Norm) -> tuple[Tensor, Tensor]:

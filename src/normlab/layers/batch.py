@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..statistics.kalman import Kalman
 from ..statistics.pools import Pool, batch, batch_group
 from ..statistics.registry import register
 from ..statistics.renorm import Renorm
+from ..statistics.running import Policy
 from ..statistics.single import Single
 from .checks import as_node, check_beside, check_input
 from .norm import Norm
@@ -28,8 +30,25 @@ __all__ = [
 ]  # fmt: skip
 
 
+class OverBatch(Norm, _BatchNorm):  # type: ignore[misc]  # its forward calls the input x
+    """A layer with statistics over the batch, which functions that look for torch's batch norms find.
+
+    Such functions freeze layers, choose what weight decay leaves out, and estimate running statistics anew
+    (``torch.optim.swa_utils.update_bn``). Others put another layer in the place of each batch norm and ask it for
+    ``affine``, whether it has a weight and a bias. Only plain batch norm can be replaced and answers.
+    """
+
+    @property
+    def affine(self) -> bool:  # type: ignore[override]
+        raise TypeError(
+            f"{type(self).__name__} is not replaced by plain batch norm, as what asks for its 'affine' would do "
+            "(torch's convert_sync_batchnorm, for example). To share statistics over processes, call "
+            "normlab.sync(model); to exchange layers, normlab.convert"
+        )
+
+
 @register("batch")
-class BatchNorm(Norm):
+class BatchNorm(OverBatch):
     """Batch norm: one mean and variance a channel, over the batch and space. State dicts are torch's."""
 
     def __init__(
@@ -51,9 +70,15 @@ class BatchNorm(Norm):
             act=act,
         )  # fmt: skip
 
+    @property
+    def affine(self) -> bool:  # type: ignore[override]
+        """Whether there is a weight and a bias. An error where the layer is more than torch's."""
+        plain = self.statistics.pools == (batch,) and self.act is None and self.policy == Policy()
+        return self.weight is not None if plain else super().affine
+
 
 @register("batch_group")
-class BatchGroupNorm(Norm):
+class BatchGroupNorm(OverBatch):
     """Batch group norm: the merged channel and space axis in ``num_groups`` runs, each normalized over the batch.
 
     ``num_groups`` may exceed the channels (strips of a channel) and need not divide anything (nearly equal runs).
@@ -86,7 +111,7 @@ class BatchGroupNorm(Norm):
     page="ghost",
     shares="`ghost` samples, and the positions of `C / g` neighbouring channels",
 )
-class GhostBatchGroupNorm(Norm):
+class GhostBatchGroupNorm(OverBatch):
     """Statistics of ``ghost`` samples and a group of channels at a time (Summers and Dinneen's generalisation).
 
     One sample is group norm, the whole batch (None) with a group a channel is batch norm. At evaluation the example's
@@ -116,7 +141,7 @@ class GhostBatchGroupNorm(Norm):
 
 
 @register("batch_renorm")
-class BatchRenorm(Norm):
+class BatchRenorm(OverBatch):
     """Batch renormalization: batch statistics corrected towards the running ones, within bounds that a schedule opens.
 
     Batch norm exactly for the first ``warmup`` batches; then the bounds grow linearly, of the ratio to ``r_max`` at
@@ -147,7 +172,7 @@ class BatchRenorm(Norm):
 
 
 @register("kalman")
-class KalmanNorm(Norm):
+class KalmanNorm(OverBatch):
     """Batch Kalman normalization, diagonal form: ``layer(x, prior)`` with a prior predicted from the layer before.
 
     After a call in training ``layer.posterior`` holds the statistics it normalized with.
@@ -188,7 +213,7 @@ class KalmanNorm(Norm):
             return as_node(self, x, {"prior": prior})
         check_input(self, x)
         if prior is None:
-            return self._run(x, None, 0, None)
+            return self._then(self._run(x, None, 0, None))
         if not isinstance(prior, (tuple, list)):
             raise TypeError(f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}")
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in prior]
@@ -196,7 +221,7 @@ class KalmanNorm(Norm):
             raise ValueError(f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}")
         for t in prior:
             check_beside("each of the prior's tensors", t, x, "it")
-        return self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ())
+        return self._then(self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ()))
 
     def _update_in_kernel(self, segments: Any) -> None:
         """No kernel moves the running statistics on its way: the posterior is what :meth:`_observe` is told."""
@@ -214,9 +239,10 @@ register(
 
 
 # fmt: off
-class BatchNorm1d(BatchNorm): dims = 1
-class BatchNorm2d(BatchNorm): dims = 2
-class BatchNorm3d(BatchNorm): dims = 3
+# Torch's classes too: code that merges batch norm into a convolution, such as timm's, asks for them by isinstance.
+class BatchNorm1d(BatchNorm, nn.BatchNorm1d): dims = 1  # type: ignore[override]
+class BatchNorm2d(BatchNorm, nn.BatchNorm2d): dims = 2  # type: ignore[override]
+class BatchNorm3d(BatchNorm, nn.BatchNorm3d): dims = 3  # type: ignore[override]
 class BatchGroupNorm1d(BatchGroupNorm): dims = 1
 class BatchGroupNorm2d(BatchGroupNorm): dims = 2
 class BatchGroupNorm3d(BatchGroupNorm): dims = 3

@@ -24,6 +24,9 @@ _RANKS = {1: (2, 3), 2: (4,), 3: (5,)}
 SHAPES = {1: "[N, C] or [N, C, L]", 2: "[N, C, H, W]", 3: "[N, C, T, H, W]"}
 
 
+_LAST = "; 'layer_last' and 'rms_last' read them there"
+
+
 def check_place(device: Any, dtype: Any) -> None:
     """Refuse what is no device, and what is no dtype of parameters."""
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in _DTYPES):
@@ -75,7 +78,7 @@ def check_input(layer: Norm, x: Tensor) -> None:
         _check_place(layer, x)
     if x.shape[1] != layer.num_features:
         last = x.dim() > 2 and x.shape[-1] == layer.num_features
-        hint = "; the channels seem to be last, call x.movedim(-1, 1)" if last else ""
+        hint = f"; the channels seem to be last, call x.movedim(-1, 1){_LAST}" if last else ""
         raise ValueError(
             f"{type(layer).__name__} has {layer.num_features} channels; got {x.shape[1]} in {list(x.shape)}{hint}"
         )
@@ -118,7 +121,7 @@ def check_last_axis(layer: Norm, x: Any, residual: Any = None) -> None:
         check_residual(layer, x, residual)
     if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] != layer.num_features:
         first = x.shape[1] == layer.num_features
-        hint = "; the channels seem to be second, call x.movedim(1, -1)" if first else ""
+        hint = "; the channels seem to be second, call x.movedim(1, -1); 'positional' reads them there" if first else ""
         raise ValueError(
             f"{type(layer).__name__} reads {layer.num_features} channels from the last axis; got {x.shape[-1]} in "
             f"{list(x.shape)}{hint}"
@@ -142,6 +145,8 @@ def check_residual(layer: Norm, x: Tensor, residual: Any) -> None:
 def _rank_hint(layer: Norm, x: Tensor) -> str:
     if x.dim() + 1 in (_RANKS[layer.dims] if layer.dims else (2,)) and x.shape[:1] == (layer.num_features,):
         return "; if that is one sample, add the batch dimension: x.unsqueeze(0)"
+    if x.dim() > 2 and x.shape[-1] == layer.num_features != x.shape[1]:
+        return f"; the channels seem to be last{_LAST}"
     name = type(layer).__name__
     if layer.dims is not None and name.endswith(f"{layer.dims}d"):
         for dims, ranks in _RANKS.items():

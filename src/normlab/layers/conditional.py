@@ -10,6 +10,7 @@ import torch
 from ..engine.arguments import check_arguments
 from ..statistics.pools import batch, instance
 from ..statistics.registry import register
+from .batch import OverBatch
 from .norm import Norm
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
     column="per class or branch",
     page="conditional",
 )
-class ConditionalBatchNorm(Norm):
+class ConditionalBatchNorm(OverBatch):
     """Categorical conditional batch norm: batch statistics, an affine map for each class. ``layer(x, label)``."""
 
     def __init__(
@@ -64,7 +65,7 @@ class ConditionalBatchNorm(Norm):
     column="sandwich",
     page="sandwich",
 )
-class SandwichBatchNorm(Norm):
+class SandwichBatchNorm(OverBatch):
     """Sandwich batch norm: batch statistics, a shared affine map, then one for each class. ``layer(x, label)``."""
 
     def __init__(
@@ -97,7 +98,7 @@ class SandwichBatchNorm(Norm):
     column="per class or branch",
     page="auxiliary",
 )
-class AuxiliaryBatchNorm(Norm):
+class AuxiliaryBatchNorm(OverBatch):
     """Separated batch norms: statistics and affine map for each branch. ``layer(x, "aux")``.
 
     ``shared_affine`` keeps the statistics apart and the affine map in common.
@@ -136,7 +137,7 @@ class AuxiliaryBatchNorm(Norm):
     column="sandwich",
     page="sandwich-auxiliary",
 )
-class SandwichAuxiliaryBatchNorm(Norm):
+class SandwichAuxiliaryBatchNorm(OverBatch):
     """Separated statistics, a shared affine map, then one for each branch. ``layer(x, "aux")``."""
 
     def __init__(

@@ -13,7 +13,7 @@ from ..statistics.mixture import Mixture
 from ..statistics.modes import Modes
 from ..statistics.pools import Pool
 from ..statistics.registry import register
-from .norm import Norm
+from .batch import OverBatch
 
 __all__ = [
     "ModeNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d", "SparseSwitchNorm", "SparseSwitchNorm1d",
@@ -23,7 +23,7 @@ __all__ = [
 
 
 @register("switchable")
-class SwitchNorm(Norm):
+class SwitchNorm(OverBatch):
     """Switchable norm: a learned mixture of pools, one softmax for the means and one for the variances.
 
     Args:
@@ -123,7 +123,7 @@ class SparseSwitchNorm(SwitchNorm):
 
 
 @register("mode")
-class ModeNorm(Norm):
+class ModeNorm(OverBatch):
     """Mode normalization: a gate assigns samples softly to ``num_modes`` modes, each with its own statistics."""
 
     def __init__(

@@ -22,7 +22,7 @@ from ..statistics.names import parse_statistics
 from ..statistics.plans import Plan, Pooled, Segments
 from ..statistics.pools import Pool
 from ..statistics.running import Policy, Track
-from .affine_maps import collapsed, predictor_tensors, separate
+from .affine_maps import collapsed, inside_ddp, predictor_tensors, separate
 from .checks import (
     SHAPES,
     as_node,
@@ -108,7 +108,7 @@ class Norm(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of torch's batch norm, which some layers are too
         check_arguments(
             num_features=num_features, num_classes=num_classes, eps=eps, momentum=momentum, init_std=init_std,
             track_running_stats=track_running_stats, key_size=key_size, ghost=ghost,
@@ -126,10 +126,11 @@ class Norm(nn.Module):
             statistics.affine if affine is None else affine, num_classes is not None, branches is not None
         )
         self.eps, self.momentum, self.init_std, self.key_size = eps, momentum, init_std, key_size
-        self.act = check_activation(act)
+        self.fused_act = check_activation(act)
         if act is not None and statistics.finishes:
             raise ValueError(f"statistics {statistics.label} bring their own activation; leave act={act!r} out")
         self._surrounds = statistics.channels_at_end or statistics.finishes  # something around the normalization
+        self._followed = False  # whether modules ``drop`` and ``act`` come after it
         self.policy = Policy()
         # What is known of calls like earlier ones: how they were prepared, and what serves them at once.
         self._known_calls = KnownCalls()
@@ -138,7 +139,7 @@ class Norm(nn.Module):
         self._tracks: tuple[Track | None, ...] = statistics.tracks(num_features)
         self.track_running_stats = track_running_stats and any(t is not None for t in self._tracks)
         self._run_shape: tuple[int, ...] | None = None
-        self._read: tuple[list[Any], Tensor] | None = None  # running statistics as training last read them
+        self._reads = running.Reads()  # running statistics as calls in training read them
         per_branch = "branch" in self.affine_terms or self.track_running_stats
         separated = branches is not None and (per_branch or any(p.over_batch for p in statistics.pools))
         self.wants = frozenset(
@@ -166,6 +167,20 @@ class Norm(nn.Module):
     def share_of_new_batch(self) -> float | None:
         """The momentum with which running statistics move; None: they are the average of all batches."""
         return self.statistics.momentum(self.momentum)
+
+    @property
+    def act(self) -> str | nn.Module | None:
+        """The activation that follows: a name, where kernels run it in the same pass, or a module."""
+        return self.fused_act if self._modules.get("act") is None else self._modules["act"]
+
+    @act.setter
+    def act(self, name: str | None) -> None:
+        self.fused_act = check_activation(name)
+
+    def follow(self, drop: nn.Module, act: nn.Module) -> None:
+        """Let dropout and an activation follow. They are children of those names, as in the layers of timm."""
+        self.drop, self.act = drop, act  # type: ignore[assignment]
+        self._followed = self._surrounds = True
 
     # --- construction -------------------------------------------------------------------------------------------
 
@@ -239,6 +254,8 @@ class Norm(nn.Module):
 
     def reset_running_stats(self) -> None:
         """Running statistics as they were at construction."""
+        if not self.track_running_stats:
+            return
         for names in self._buffers_of:
             if names is not None:
                 getattr(self, names[0]).zero_()
@@ -291,7 +308,13 @@ class Norm(nn.Module):
         y = self._normalize(x, condition, label, branch, style, residual)
         if statistics.finishes:
             y = statistics.finish(y, self._learned_values())
-        return y.movedim(1, -1) if statistics.channels_at_end else y
+        if statistics.channels_at_end:
+            y = y.movedim(1, -1)
+        return self._then(y)
+
+    def _then(self, y: Tensor) -> Tensor:
+        """Dropout and activation, where they follow."""
+        return self.act(self.drop(y)) if self._followed else y  # type: ignore[operator]
 
     def _normalize(
         self, x: Tensor, condition: Any, label: Any, branch: Any, style: Any, residual: Tensor | None
@@ -324,7 +347,7 @@ class Norm(nn.Module):
             if found is None:
                 return None
             label, branch = found[0], 0 if found[1] is None else found[1]
-            if not isinstance(branch, int):
+            if not isinstance(branch, int) or (self.branches is not None and inside_ddp()):
                 return None
         elif condition is not None:
             return None
@@ -345,7 +368,7 @@ class Norm(nn.Module):
         """All that decides how the layer treats ``x``, but for values that are read at each call."""
         policy = self.policy
         return (
-            x.shape, x.dtype, x.device, layout_of(x), self.training, branch, residual is None, self.act,
+            x.shape, x.dtype, x.device, layout_of(x), self.training, branch, residual is None, self.fused_act,
             policy.normalize_with, policy.update, policy.guard, self.process_group is None, self.track_running_stats,
             chosen(),
         )  # fmt: skip
@@ -372,7 +395,7 @@ class Norm(nn.Module):
             if done is not None:
                 return done
         y = self._run_by_passes(x, label, branch, style, extra)
-        return activate(y if residual is None else y + residual, self.act)
+        return activate(y if residual is None else y + residual, self.fused_act)
 
     def _run_by_kernels(
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None,
@@ -488,8 +511,8 @@ class Norm(nn.Module):
         # What the layer can take over from plain batch norm is completed in place, so torch's strict check sees it.
         order_branches(self, state_dict, prefix, local_metadata.get("branches"))
         complete_state(self, state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        nn.Module._load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         stored = getattr(self, "run_shape", None)
         if stored is not None and not stored.is_meta:
@@ -506,8 +529,8 @@ class Norm(nn.Module):
         if self.branches is not None:
             parts.append(f"branches=({', '.join(self.branches)})")
         parts.append(f"eps={self.eps:g}")
-        if self.act is not None:
-            parts.append(f"act={self.act}")
+        if self.fused_act is not None:
+            parts.append(f"act={self.fused_act}")
         if any(p.over_batch for p in self.statistics.pools):
             parts.append(f"momentum={self.momentum}")
             if not self.track_running_stats:

@@ -43,7 +43,8 @@ def plans_of(
 def sources_of(layer: Norm, plans: tuple[Plan, ...], rows: Rows, branch: int | Tensor, live_batch: bool) -> Sources:
     stored: list[tuple[Tensor, Tensor] | None] = []
     for plan, names, track in zip(plans, layer._buffers_of, layer._tracks, strict=True):
-        if names is None or track is None or (live_batch and not layer.statistics.reads_running):
+        unread = live_batch and not (layer.statistics.reads_running and layer.track_running_stats)
+        if names is None or track is None or unread:
             stored.append(None)
             continue
         mean, var = (_of_branch(layer, getattr(layer, n), branch) for n in names)  # [1 or N, *shape]
@@ -62,10 +63,10 @@ def sources_of(layer: Norm, plans: tuple[Plan, ...], rows: Rows, branch: int | T
         batches = batches[branch] if isinstance(branch, int) else batches[branch].unsqueeze(1)
     if live_batch and layer.statistics.reads_running and isinstance(batches, Tensor):
         batches = running.snapshot(batches)
-        if running.in_backward() and layer._read is not None:
-            stored, batches = layer._read  # activation checkpointing: what the first forward pass read
+        if running.in_backward():
+            stored, batches = layer._reads.again() or (stored, batches)
         elif not torch.compiler.is_compiling():
-            layer._read = (stored, batches)
+            layer._reads.keep((stored, batches))
     return Sources(plans, tuple(stored), live, batches, layer.eps)  # type: ignore[arg-type]
 
 
@@ -107,8 +108,9 @@ def update_in_kernel(layer: Norm, segments: Sequence[Segments]) -> Update | None
 def observe_batch(layer: Norm, seen: Sequence[Pooled | None], segments: Sequence[Segments], x: Tensor) -> None:
     if not layer.track_running_stats or not layer.policy.update or running.in_backward():
         return
+    shape = tuple(x.shape[2:])
     if layer.observer is not None:
-        layer.observer(layer, seen, segments, tuple(x.shape[2:]))
+        layer.observer(layer, seen, segments, shape)
         return
     # Detached, and not under no_grad, whose blocks without a result torch.export cannot load again.
     tracked = [
@@ -119,19 +121,27 @@ def observe_batch(layer: Norm, seen: Sequence[Pooled | None], segments: Sequence
     if not tracked:
         return
     check_transform(layer, tracked[0][1].mean, getattr(layer, tracked[0][0][0]))
+    assert isinstance(layer.num_batches_tracked, Tensor)
+    if kernels_serve(x) and not must_trace(x) and _move_by_kernel(layer, tracked, layer.num_batches_tracked):
+        set_run_shape(layer, shape)
+    else:
+        move_running(layer, tracked, shape)
+
+
+def move_running(
+    layer: Norm, tracked: Sequence[tuple[tuple[str, str], Pooled, Segments, str]], shape: tuple[int, ...]
+) -> None:
+    """Move running statistics once: for each pair of buffers what was seen, of which segments, and how it moves."""
     branches = None if layer.branches is None else len(layer.branches)
     batches = layer.num_batches_tracked
     assert isinstance(batches, Tensor)
-    if kernels_serve(x) and not must_trace(x) and _move_by_kernel(layer, tracked, batches):
-        set_run_shape(layer, tuple(x.shape[2:]))
-        return
     guard = getattr(layer, tracked[0][0][1]).dtype if layer.policy.guard else None
     ok = running.acceptable([t[1] for t in tracked], tracked[0][2], branches, guard)
     running.count_(batches, tracked[0][2], branches, ok)
     for names, pooled, s, how in tracked:
         mean, var = (getattr(layer, n) for n in names)
         running.update_(mean, var, batches, pooled, s, branches, layer.share_of_new_batch, how, layer.eps, ok)
-    set_run_shape(layer, tuple(x.shape[2:]), ok)
+    set_run_shape(layer, shape, ok)
 
 
 def _move_by_kernel(layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, str]], batches: Tensor) -> bool:
@@ -173,7 +183,8 @@ def set_run_shape(layer: Norm, shape: tuple[int, ...] | None, ok: Tensor | None 
 
 
 def check_run_shape(layer: Norm, x: Tensor, live_batch: bool) -> None:
-    if layer._run_shape is None or layer.observer is not None or (live_batch and not layer.policy.update):
+    starts_over = getattr(layer.observer, "starts_over", False)
+    if layer._run_shape is None or starts_over or (live_batch and not layer.policy.update):
         return
     if tuple(x.shape[2:]) != layer._run_shape:
         raise ValueError(

@@ -78,19 +78,22 @@ class GroupNorm(Norm):
 class PositionalNorm(Norm):
     """Positional norm: one mean and variance at each position, over the channels; affine map a channel.
 
-    :meth:`moments` gives what a moment shortcut hands to a later layer.
+    ``centered=False`` takes the mean of squares, and no mean off. :meth:`moments` gives what a moment shortcut hands to
+    a later layer.
     """
 
     def __init__(
         self, num_features: int, eps: float = 1e-5, affine: bool = True, device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        centered: bool = True,
         act: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(num_features, Positional(), affine, eps=eps, device=device, dtype=dtype, act=act)
+        super().__init__(num_features, Positional(centered), affine, eps=eps, device=device, dtype=dtype, act=act)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean and the standard deviation at each position, ``[N, 1, *S]``.
+        """The mean and the standard deviation at each position, ``[N, 1, *S]``; zero and the root of the mean square
+        where the layer is not centered.
 
         >>> import torch
         >>> layer, x = PositionalNorm2d(8, affine=False), torch.randn(2, 8, 5, 5)
@@ -100,6 +103,8 @@ class PositionalNorm(Norm):
         """
         check_input(self, x)
         var, mean = torch.var_mean(at_least_float32(x), 1, correction=0, keepdim=True)
+        if not self.statistics.centered:  # type: ignore[attr-defined]
+            var, mean = var + mean.square(), torch.zeros_like(mean)
         return mean.to(x.dtype), (var + self.eps).sqrt().to(x.dtype)
 
 

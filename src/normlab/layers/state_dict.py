@@ -24,6 +24,7 @@ _PLAIN = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
     """Complete batch norm's entries under ``prefix`` into all of ``layer``'s; leave any other state as it is."""
     given = {k[len(prefix) :] for k in state if k.startswith(prefix)}
+    given = {k for k in given if not k.startswith(("drop.", "act."))}  # of modules that follow
     own = layer.state_dict()
     for name in given & own.keys():  # shapes such as [1, C, 1, 1] of other implementations
         value = state[prefix + name]

@@ -31,23 +31,28 @@ Tracking: TypeAlias = Norm | _BatchNorm
 class Observer:
     """Collects the statistics of one layer's batches, as if all samples had been one batch."""
 
+    starts_over = True  # what the layer tracked before does not count, nor at which resolution
+
     def __init__(self) -> None:
         self.totals: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # mean, var, count: [branches or 1, G]
         self.batches: Tensor | None = None  # [branches or 1]
         self.shape: tuple[int, ...] | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the layer is not observed
 
     def __call__(
         self, layer: Norm, seen: Sequence[Pooled | None], segments: Sequence[Segments], shape: tuple[int, ...]
     ) -> None:
         if hasattr(layer, "run_shape") and self.shape not in (None, shape):
             raise ValueError(
-                f"calibrating {type(layer).__name__}, whose groups cross channels, needs one resolution; "
+                f"the groups of {type(layer).__name__} cross channels, so its batches need one resolution; "
                 f"got {list(self.shape or ())} and {list(shape)}"
             )
         self.shape = shape
         branches = 1 if layer.branches is None else len(layer.branches)
         present = None
-        for names, pooled, s in zip(layer._buffers_of, seen, segments, strict=True):
+        for k, (names, pooled, s) in enumerate(zip(layer._buffers_of, seen, segments, strict=True)):
             if names is None or pooled is None:
                 continue
             dtype = widest(pooled.mean.device)
@@ -56,14 +61,21 @@ class Observer:
             branch = s.branch  # of each segment
             if isinstance(branch, int):
                 branch = torch.full((mean.shape[0],), branch, device=mean.device)
-            # One segment at a time: the spread of their means is part of the total variance.
-            for i in range(mean.shape[0]):
-                one = slice(i, i + 1)
-                part = tuple(_in_branch(t[one], branch[one], branches) for t in (mean, var, count))
-                self.totals[names[0]] = _merge(self.totals.get(names[0]), part)  # type: ignore[arg-type]
+            self.take(layer, k, names[0], (mean, var, count), branch)
             present = mean.new_zeros(branches).index_add(0, branch, count.sum(1)) > 0
         if present is not None:
             self.batches = present.long() if self.batches is None else self.batches + present
+
+    def take(self, layer: Norm, k: int, name: str, seen: tuple[Tensor, Tensor, Tensor], branch: Tensor) -> None:
+        """Take mean, variance and count of the segments of pool ``k``, ``[B, G]``, whose mean has the buffer ``name``.
+
+        One segment at a time: the spread of their means is part of the total variance.
+        """
+        branches = 1 if layer.branches is None else len(layer.branches)
+        for i in range(len(branch)):
+            one = slice(i, i + 1)
+            part = tuple(_in_branch(t[one], branch[one], branches) for t in seen)
+            self.totals[name] = merge(self.totals.get(name), part)  # type: ignore[arg-type]
 
     def see(self, x: Tensor) -> None:
         """One batch of a layer of torch's."""
@@ -73,7 +85,7 @@ class Observer:
         var, mean = torch.var_mean(x.detach().to(widest(x.device)), space, correction=0, keepdim=True)
         count = torch.full_like(mean, x.numel() // mean.numel())
         part = tuple(t.reshape(1, -1) for t in (mean, var, count))
-        self.totals["running_mean"] = _merge(self.totals.get("running_mean"), part)  # type: ignore[arg-type]
+        self.totals["running_mean"] = merge(self.totals.get("running_mean"), part)  # type: ignore[arg-type]
         self.batches = torch.ones(1, dtype=torch.long, device=x.device) + (0 if self.batches is None else self.batches)
 
 
@@ -81,7 +93,7 @@ def _in_branch(t: Tensor, branch: Tensor, branches: int) -> Tensor:  # [1, G] to
     return t.new_zeros(branches, t.shape[1]).index_add(0, branch, t)
 
 
-def _merge(
+def merge(
     total: tuple[Tensor, Tensor, Tensor] | None, part: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance and count of all samples of both. Soft counts, as of mode norm, may be less than one."""
@@ -156,8 +168,8 @@ def averaging(model: nn.Module) -> list[Tracking]:
     return [
         m
         for m in tracking(model)
-        if (m.momentum is None if isinstance(m, _BatchNorm) else m.share_of_new_batch is None and m.policy.update
-        and not m.statistics.reads_running)
+        if (m.share_of_new_batch is None and m.policy.update and not m.statistics.reads_running
+            if isinstance(m, Norm) else m.momentum is None)
     ]  # fmt: skip
 
 
@@ -165,12 +177,12 @@ def averaging(model: nn.Module) -> list[Tracking]:
 def _observed(layer: Tracking, observer: Observer) -> Iterator[None]:
     """Inside, ``layer`` normalizes with its batches and tells ``observer`` of them. Its buffers stay."""
     if isinstance(layer, Norm):
-        before = layer.policy
+        before = layer.policy, layer.observer
         layer.policy, layer.observer = Policy(normalize_with="batch", update=True), observer
         try:
             yield
         finally:
-            layer.policy, layer.observer = before, None
+            layer.policy, layer.observer = before
         return
     # torch's layer takes batch statistics in training, and leaves its buffers where it does not track.
     hook = layer.register_forward_pre_hook(lambda _, inputs: observer.see(inputs[0]))

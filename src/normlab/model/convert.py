@@ -7,6 +7,7 @@ copy, on a part of the model and inside any wrapper.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -16,23 +17,50 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.messages import check_model, words
-from .description import Plain, channels_at_end, hooks_of, is_norm, read
+from ..layers import Norm
+from .description import Plain, channels_at_end, hooks_of, is_batch_norm, is_norm, read
+from .optimizers import left_behind
 from .originals import Original, original_of, place_of
-from .report import Converted, Report, Skipped, nothing_to_convert
+from .report import Converted, Report, Skipped, nothing_to_convert, some
+from .residual import Blocks, residual_blocks
 from .targets import LayerMaker
 from .walk import Chosen, Only, carry_hooks, named, put
 from .weights import normalize_weights, restore_weight
 
+_LOG = logging.getLogger("normlab")
+
 
 class NormAct(nn.Module):
-    """A normalization layer, then dropout and activation: in place of a layer that did all three."""
+    """A layer that is not normlab's, then dropout and activation: in place of a layer that did all three.
+
+    State dicts have the keys of that layer, and what is not found here is looked up in ``norm``: the weight, for one.
+    """
 
     def __init__(self, norm: nn.Module, drop: nn.Module, act: nn.Module) -> None:
         super().__init__()
         self.norm, self.drop, self.act = norm, drop, act
+        self.register_state_dict_post_hook(_without_norm)
+        self.register_load_state_dict_pre_hook(_with_norm)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("norm"), name)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.drop(self.norm(x)))
+
+
+def _without_norm(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key in [k for k in state if k.startswith(prefix)]:  # all of them, which keeps their order
+        state[prefix + key.removeprefix(prefix).removeprefix("norm.")] = state.pop(key)
+
+
+def _with_norm(module: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name in module.norm.state_dict():
+        if prefix + name in state:
+            state[f"{prefix}norm.{name}"] = state.pop(prefix + name)
 
 
 def convert(
@@ -47,13 +75,16 @@ def convert(
     """Replace the normalization layers of ``model``, in place, and return it.
 
     Device, dtype, mode, frozen parameters, eps, momentum and hooks are kept. Layers are known by exact type; what is
-    not known is left alone and listed in the :func:`report`. Make the optimizer afterwards: parameters are new.
+    not known is left alone and listed in the :func:`report`. Make the optimizer afterwards: parameters are new. The
+    logger ``normlab`` has one line on what was done, and a warning where an optimizer holds the old parameters.
 
     Args:
         to: a name of :data:`TARGETS`, or a function or class that makes a layer from the number of channels.
         only: convert the layers whose qualified name matches this regular expression, or for which
             ``only(name, module)`` is true.
         keep: start out computing the same function, where the target can. False: parameters as constructed.
+            ``last_gamma=True``, for switchable layers, needs False: the weights of those that end the branch of a
+            residual block start at zero, so that the block starts as the identity, and no others.
         verbose: print the report.
         options: arguments of the new layers, such as ``num_groups`` or ``num_classes``.
 
@@ -67,7 +98,9 @@ def convert(
     """
     check_model(model, "convert")
     maker, chosen = LayerMaker(to, options, keep), Chosen(only)
-    found = named(model, is_norm)
+    blocks = _blocks(model, keep) if maker.last_gamma else Blocks([], 0)
+    last = {id(module) for module in blocks.last}
+    found, parameters = named(model, is_norm), list(model.parameters())
     done = Report(f"{type(model).__name__} converted to {maker.title}")
     made: dict[int, nn.Module] = {}
     heirs: dict[int, nn.Parameter] = {}
@@ -78,7 +111,7 @@ def convert(
         if isinstance(source, str):
             done.skipped.append(Skipped(names[0], type(module).__name__, source))
             continue
-        new, kept, notes = maker(module, source, *place_of(module, model))
+        new, kept, notes = maker(module, source, *place_of(module, model), id(module) in last)
         if channels_at_end(new) != channels_at_end(module):
             done.skipped.append(Skipped(names[0], type(module).__name__, _other_axis(module)))
             continue
@@ -90,6 +123,13 @@ def convert(
             done.notes.append(f"{names[0]} is also {words(names[1:])}, and stays one layer")
         if hooks_of(module):
             done.notes.append(f"hooks of {names[0] or 'the model'} run on the new layer too")
+    if last:
+        ends = [names[0] for names, module in found if id(module) in made and id(module) in last]
+        if not ends:
+            raise ValueError("last_gamma=True is for layers that end residual blocks, and only=... leaves all out")
+        done.notes.append(f"{len(ends)} residual blocks start as the identity; they end in {some(ends)}")
+        if blocks.others:
+            done.notes.append(f"{blocks.others} residual blocks do not end in a norm layer, and start as they did")
     if to == "weight":
         normalize_weights(model, chosen, done)
     if not done.converted:
@@ -100,9 +140,29 @@ def convert(
     for module in model.modules():
         module.__dict__.pop("_normlab_report", None)
     model.__dict__["_normlab_report"] = done
+    _LOG.info("%s", done.summary())
+    if behind := left_behind(parameters, model):
+        done.notes.append(behind)
+        _LOG.warning("convert: %s", behind)
     if verbose:
         print(done)
     return model
+
+
+def _blocks(model: nn.Module, keep: bool) -> Blocks:
+    """The residual blocks that ``last_gamma=True`` is for, or an error."""
+    if keep:
+        raise ValueError(
+            "last_gamma=True starts residual blocks as the identity, and keep=True keeps the function they have; give "
+            "keep=False with it"
+        )
+    blocks = residual_blocks(model)
+    if not blocks.last:
+        raise ValueError(
+            f"last_gamma=True found no residual block of {type(model).__name__} that ends in a norm layer; convert "
+            "without it, and set the weights that should start at zero yourself, torch.nn.init.zeros_(layer.weight)"
+        )
+    return blocks
 
 
 def _other_axis(module: nn.Module) -> str:
@@ -118,7 +178,7 @@ def undo(model: nn.Module) -> nn.Module:
     """
     check_model(model, "undo")
     _check_values(model)
-    found = False
+    found, parameters = False, list(model.parameters())
     for module in list(model.modules()):
         for key, child in module._modules.items():
             if child is not None and original_of(child) is not None:
@@ -129,18 +189,19 @@ def undo(model: nn.Module) -> nn.Module:
             found = True
         module.__dict__.pop("_normlab_report", None)
     if original_of(model) is not None:
-        return _restored(model, model)
-    if not found:
+        model = _restored(model, model)
+    elif not found:
         raise ValueError(f"{type(model).__name__} has nothing to undo: it was not converted, or undone already")
+    if behind := left_behind(parameters, model):
+        _LOG.warning("undo: %s", behind)
     return model
 
 
 def convert_torch_batch_norm(model: nn.Module) -> nn.Module:
-    """Torch's batch norm layers as normlab's; a model without any is returned as it is."""
-    ours = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
-    if not any(type(m) in ours for m in model.modules()):
+    """Batch norm layers of torch and timm as normlab's; a model without any is returned as it is."""
+    if not any(is_batch_norm(m) for m in model.modules()):
         return model
-    return convert(model, "batch", only=lambda name, module: type(module) in ours)
+    return convert(model, "batch", only=lambda name, module: is_batch_norm(module))
 
 
 def _finished(
@@ -149,7 +210,11 @@ def _finished(
     """Mode, hooks, what followed inside the layer, and the way back."""
     if source.after:
         rest = deepcopy(dict(source.after))  # an activation may learn, and the old layer keeps its values
-        new = NormAct(new, rest.get("drop", nn.Identity()), rest.get("act", nn.Identity()))
+        drop, act = (rest.get(name, nn.Identity()) for name in ("drop", "act"))
+        if isinstance(new, Norm) and not new._followed:
+            new.follow(drop, act)
+        else:
+            new = NormAct(new, drop, act)
     for child in new.modules():
         child.training = module.training
     carry_hooks(new, module)

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..layers import GroupNorm, Norm
 from ..layers.conditions import branch_index, label_index
-from ..statistics.affine import compose, select, select_branch
+from ..statistics.affine import compose, select
 from ..statistics.pools import Pool, batch, group, instance
 from ..statistics.positional import Positional
 from ..statistics.running import Policy
@@ -98,11 +98,48 @@ _NAMED: dict[str, tuple[str, int | None]] = {
     "timm.layers.norm_act.GroupNorm1Act": ("group", None),
     "timm.layers.norm_act.LayerNormAct2d": ("positional", 2),
     "timm.layers.norm_act.LayerNormAct2dFp32": ("positional", 2),
+    "timm.layers.norm_act.LayerNormAct": ("layer_last", None),
+    "timm.layers.norm_act.LayerNormActFp32": ("layer_last", None),
+    "timm.layers.norm.RmsNorm2d": ("rms_positional", 2),
+    "timm.layers.norm.RmsNorm2dFp32": ("rms_positional", 2),
+    "timm.layers.norm_act.RmsNormAct": ("rms_last", None),
+    "timm.layers.norm_act.RmsNormActFp32": ("rms_last", None),
+    "timm.layers.norm_act.RmsNormAct2d": ("rms_positional", 2),
+    "timm.layers.norm_act.RmsNormAct2dFp32": ("rms_positional", 2),
+    "timm.models.metaformer.GroupNorm1NoBias": ("group", None),
+    "timm.models.metaformer.LayerNorm2dNoBias": ("positional", 2),
+    "timm.models.metaformer.LayerNormNoBias": ("layer_last", None),
+}
+_SIMPLE = "divides by the unbiased deviation {} and takes no mean off"
+_EVO = "is normalization and activation in one formula, EvoNorm"
+_RESPONSE = (
+    "divides each channel by its root mean square; 'filter_response' is that layer, and a model with batch norm "
+    "converts to it"
+)
+# What is known by name and stays as it is, and why.
+_STAYS = {
+    **{f"timm.layers.norm.{n}": _SIMPLE.format("of the last axis") for n in ("SimpleNorm", "SimpleNormFp32")},
+    **{
+        f"timm.layers.norm.{n}": _SIMPLE.format("of the channels at each position")
+        for n in ("SimpleNorm2d", "SimpleNorm2dFp32")
+    },
+    **{f"timm.layers.evo_norm.EvoNorm2d{n}": _EVO for n in ("B0", "B1", "B2", "S0", "S0a", "S1", "S1a", "S2", "S2a")},
+    **{f"timm.layers.filter_response_norm.FilterResponseNorm{n}2d": _RESPONSE for n in ("Tlu", "Act")},
+    "timm.layers.grn.GlobalResponseNorm": (
+        "scales each channel by its share of all channels' norms and adds its input; 'global_response' is that layer"
+    ),
+    "timm.layers.inplace_abn.InplaceAbn": (
+        "is batch norm and activation in kernels of inplace_abn; make the model with norm_layer='batchnorm2d'"
+    ),
+    "timm.layers.split_batchnorm.SplitBatchNorm2d": (
+        "has a batch norm for each part of the batch; convert the model before convert_splitbn_model, to 'auxiliary'"
+    ),
 }
 _POSITIONS = {
     "positional": Positional(),
     "layer_last": Positional(at_end=True),
     "rms_last": Positional(centered=False, at_end=True),
+    "rms_positional": Positional(centered=False),
 }
 _OTHERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -111,7 +148,13 @@ _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a normalization layer, or at least goes by that name."""
     named = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
-    return named or isinstance(module, (Norm, *_OTHERS)) or _kind(module) is not None or is_official(module)
+    known = _kind(module) is not None or _name(module) in _STAYS or is_official(module)
+    return named or known or isinstance(module, (Norm, *_OTHERS))
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of torch or timm, also with an activation inside."""
+    return (_kind(module) or ("",))[0] == "batch"
 
 
 def read(module: nn.Module, *, branch: str | None = None, label: int | None = None) -> Plain | str:
@@ -120,9 +163,9 @@ def read(module: nn.Module, *, branch: str | None = None, label: int | None = No
     ``branch`` and ``label`` choose where a layer of normlab has several affine maps or sets of statistics.
     """
     if isinstance(module, Norm):
-        if module.act is not None:
-            return f"applies {module.act} too; convert or fold the model that it was fused from, or set act=None"
-        return _read_own(module, branch, label)
+        if module.fused_act is not None:
+            return f"applies {module.fused_act} too; convert or fold the model that it was fused from, or set act=None"
+        return replace(_read_own(module, branch, label), after=_after(module))
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return "not initialized yet; run one batch through the model first"
     if is_parametrized(module):
@@ -165,17 +208,26 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 
 def _kind(module: nn.Module) -> tuple[str, int | None] | None:
-    found = type(module)
-    return _TORCH.get(found) or _NAMED.get(f"{found.__module__}.{found.__qualname__}")
+    return _TORCH.get(type(module)) or _NAMED.get(_name(module))
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _unknown(module: nn.Module) -> str:
+    if _name(module) in _STAYS:
+        return _STAYS[_name(module)]
     if isinstance(module, (nn.LocalResponseNorm, nn.CrossMapLRN2d)):
         return "normalizes each value by its neighbours, without statistics"
     known = next((b for b in type(module).__mro__[1:] if b in _TORCH), None)
     if known is not None:
         return f"a subclass of {known.__name__} that is not known by name and may do more than normalize"
     return "not a layer that is known by type or name"
+
+
+def _after(module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+    return tuple((n, m) for n in ("drop", "act") if isinstance(m := module._modules.get(n), nn.Module))
 
 
 def _eps_of(module: Any) -> float:
@@ -212,7 +264,7 @@ def _read_torch(module: Any, kind: str, dims: int | None) -> Plain:
         frozen=frozenset(fixed),
         synchronized=isinstance(module, nn.SyncBatchNorm),
         process_group=getattr(module, "process_group", None),
-        after=tuple((n, m) for n in ("drop", "act") if isinstance(m := getattr(module, n, None), nn.Module)),
+        after=_after(module),
     )  # fmt: skip
 
 
@@ -267,7 +319,7 @@ def _affine_of(layer: Norm, branch: str | None, label: int | None) -> tuple[Tens
             assert layer.branches is not None
             at = branch_index(branch, layer.branches, None)
             tables: Any = (layer.branch_weight, layer.branch_bias)
-            weight, bias = (select_branch(t, layer.branches, at) for t in tables)
+            weight, bias = (t[layer.branches[at]] for t in tables)
             terms.append((weight, bias))
         else:
             return *shared, {"style": "takes its affine map from a style"}.get(term, "predicts its affine map")

@@ -27,17 +27,17 @@ def pairs(model: nn.Module, called_with_more: set[int]) -> Iterator[Pair]:
 
 
 def _pairs(module: nn.Module, uses: Counter[int], called_with_more: set[int], *, part: bool) -> Iterator[Pair]:
-    if is_norm(module) or _is_conv(module):
+    if is_norm(module) or is_conv(module):
         return
     # A part may be called in ways that its own trace does not show, unless there is only one way to call it.
-    traces = [] if part and not _takes_one_argument(module) else _traces(module)
-    if traces:
-        found = _pairs_in_all(traces, called_with_more)
+    graphs = [] if part and not _takes_one_argument(module) else traces(module)
+    if graphs:
+        found = _pairs_in_all(graphs, called_with_more)
         yield from (pair for pair in found if not part or all(uses[id(m)] == 1 for m in pair))
         return
     if type(module) is nn.Sequential:
         for a, b in pairwise(module):
-            if _is_conv(a) and is_norm(b) and uses[id(a)] == uses[id(b)] == 1:
+            if is_conv(a) and is_norm(b) and uses[id(a)] == uses[id(b)] == 1:
                 yield a, b
     for child in module.children():
         yield from _pairs(child, uses, called_with_more, part=True)
@@ -47,10 +47,10 @@ class _Tracer(fx.Tracer):
     """Convolutions and normalization layers stay whole."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return _is_conv(m) or is_norm(m) or super().is_leaf_module(m, module_qualified_name)
+        return is_conv(m) or is_norm(m) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _is_conv(module: nn.Module) -> bool:
+def is_conv(module: nn.Module) -> bool:
     return type_before_parametrizations(module) in WEIGHTED
 
 
@@ -60,7 +60,7 @@ def _takes_one_argument(module: nn.Module) -> bool:
     return len(arguments) == 1 and arguments[0].kind in positional and arguments[0].default is inspect.Parameter.empty
 
 
-def _traces(module: nn.Module) -> list[tuple[nn.Module, fx.Graph]]:
+def traces(module: nn.Module) -> list[tuple[nn.Module, fx.Graph]]:
     """The module's graphs, one with optional arguments left out and one with them given.
 
     The list is empty where the first cannot be traced; it lacks the second where only that cannot be traced.
@@ -72,22 +72,22 @@ def _traces(module: nn.Module) -> list[tuple[nn.Module, fx.Graph]]:
     if any(a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments):
         return []
     defaults = {a.name: a.default for a in arguments if a.default is not a.empty}
-    traces = []
+    graphs = []
     for concrete in [defaults, None] if defaults else [None]:
         try:
-            traces.append((module, _Tracer().trace(module, concrete_args=concrete)))
+            graphs.append((module, _Tracer().trace(module, concrete_args=concrete)))
         except Exception:  # a model's own code may raise anything when it is given a proxy for a tensor
             if concrete is defaults:
                 return []
-    return traces
+    return graphs
 
 
-def _pairs_in_all(traces: Sequence[tuple[nn.Module, fx.Graph]], called_with_more: set[int]) -> list[Pair]:
+def _pairs_in_all(graphs: Sequence[tuple[nn.Module, fx.Graph]], called_with_more: set[int]) -> list[Pair]:
     """Pairs that hold in every graph: each call of the one feeds a call of the other and nothing else."""
     modules: dict[int, nn.Module] = {}
     # The ids of all that a convolution feeds, and of all that feeds a norm; None stands for whatever is neither.
     partners: dict[int, set[int | None]] = {}
-    for root, graph in traces:
+    for root, graph in graphs:
         called = {n: root.get_submodule(str(n.target)) for n in graph.nodes if n.op == "call_module"}
         for node, module in called.items():
             modules[id(module)] = module
@@ -97,7 +97,7 @@ def _pairs_in_all(traces: Sequence[tuple[nn.Module, fx.Graph]], called_with_more
                 x = node.args[0] if node.args else None
                 giver = called.get(x) if isinstance(x, fx.Node) else None
                 partners.setdefault(id(module), set()).add(None if giver is None else id(giver))
-            elif _is_conv(module):
+            elif is_conv(module):
                 readers = [called.get(user) for user in node.users] or [None]
                 partners.setdefault(id(module), set()).update(None if r is None else id(r) for r in readers)
         for node in graph.nodes:
@@ -108,6 +108,6 @@ def _pairs_in_all(traces: Sequence[tuple[nn.Module, fx.Graph]], called_with_more
     for key, module in modules.items():
         if is_norm(module) and len(partners[key]) == 1 and key not in called_with_more:
             (giver,) = partners[key]
-            if giver is not None and _is_conv(modules[giver]) and partners[giver] == {key}:
+            if giver is not None and is_conv(modules[giver]) and partners[giver] == {key}:
                 found.append((modules[giver], module))
     return found

@@ -97,15 +97,6 @@ def fixup(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Mod
     return put(model, new)
 
 
-def fixup_parameters(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: Fixup's scalars at a tenth of ``lr``, all others at ``lr``."""
-    scalars = {id(p): p for m in model.modules() if type(m) in (Bias, Scale) for p in m.parameters()}
-    if not scalars:
-        raise ValueError(f"{type(model).__name__} has no scalars of Fixup; call normlab.fixup(model) first")
-    others = [p for p in model.parameters() if id(p) not in scalars]
-    return [{"params": others, "lr": lr}, {"params": list(scalars.values()), "lr": lr / 10}]
-
-
 def _is_block(module: nn.Module) -> bool:
     children = module._modules
     shortcut = "downsample" in children or "shortcut" in children or hasattr(module, "downsample")

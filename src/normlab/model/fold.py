@@ -153,9 +153,11 @@ def _make_plain(norms: list[_Layer], calls: _Calls, done: Report) -> dict[int, n
         if isinstance(plain, str):
             done.skipped.append(Skipped(name, type(module).__name__, plain))
             continue
+        done.converted.append(Converted(name, type(module).__name__, type(plain).__name__, SAME_IN_EVALUATION))
+        if isinstance(source, Plain) and source.after and not isinstance(plain, Norm):
+            plain = nn.Sequential(OrderedDict([("norm", plain), *source.after])).eval()
         carry_hooks(plain, module)
         new[id(module)] = plain
-        done.converted.append(Converted(name, type(module).__name__, type(plain).__name__, SAME_IN_EVALUATION))
     return new
 
 

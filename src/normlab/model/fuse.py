@@ -91,6 +91,7 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
         ) from error
     traced = fx.GraphModule(model, graph)
     carry_hooks(traced, model)
+    _take_apart(traced)
     _skip_identities(traced)
     if inputs:
         with torch.no_grad(), no_update(model):
@@ -105,6 +106,7 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
             f"{type(model).__name__} has no norm layer of normlab that is followed by an activation or, seen with "
             "example inputs, by an addition of equal shapes; convert its norm layers first, convert(model, 'batch')"
         )
+    _drop_followers(traced)
     graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()
@@ -113,8 +115,39 @@ def fuse(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     return traced
 
 
+def _take_apart(traced: fx.GraphModule) -> None:
+    """Nodes of their own for the dropout and the activation that some layers, as those of timm, have inside."""
+    parts: dict[str, Norm] = {}
+    for node in list(traced.graph.nodes):
+        name = str(node.target)
+        layer = traced.get_submodule(name) if node.op == "call_module" else None
+        if not isinstance(layer, Norm) or hooks_of(layer) or not (layer._followed or name in parts):
+            continue
+        if name not in parts:
+            parts[name] = alone = copy(layer)  # parameters and buffers stay the same objects
+            alone._modules, alone._followed = dict(layer._modules), False
+            alone._known_calls = type(layer._known_calls)()
+            traced.add_submodule(name, alone)
+        last = node
+        for follower in ("drop", "act"):
+            with traced.graph.inserting_after(last):
+                new = traced.graph.call_module(f"{name}.{follower}", (last,))
+            last.replace_all_uses_with(new, lambda user, new=new: user is not new)
+            last = new
+
+
+def _drop_followers(traced: fx.GraphModule) -> None:
+    """Take dropout and activations that no node calls any more out of the layers that were taken apart."""
+    called = {str(node.target) for node in traced.graph.nodes}
+    for name, layer in list(traced.named_modules()):
+        if isinstance(layer, Norm) and not layer._followed:
+            for follower in ("drop", "act"):
+                if f"{name}.{follower}" not in called:
+                    layer._modules.pop(follower, None)
+
+
 def _skip_identities(traced: fx.GraphModule) -> None:
-    """Bypass identities: a layer converted from timm has one where its dropout is off."""
+    """Bypass identities: a layer of timm has one where its dropout is off."""
     for node in list(traced.graph.nodes):
         if node.op == "call_module" and len(node.args) == 1 and isinstance(node.args[0], fx.Node):
             module = traced.get_submodule(str(node.target))
@@ -128,7 +161,8 @@ def _can_fuse(module: nn.Module, node: fx.Node) -> bool:
     return (
         isinstance(module, Norm)
         and not isinstance(module, KalmanNorm)
-        and module.act is None
+        and module.fused_act is None
+        and not module._followed
         and not module.statistics.finishes
         and not hooks_of(module)
         and len(node.args) == 1
@@ -154,7 +188,7 @@ def _fuse_followers(traced: fx.GraphModule, norm: fx.Node, shapes: bool) -> int:
     name = str(norm.target)
     layer = copy(traced.get_submodule(name))  # parameters and buffers stay the same objects
     assert isinstance(layer, Norm)
-    layer.act = act
+    layer.fused_act, layer._modules = act, dict(layer._modules)
     layer._known_calls = type(layer._known_calls)()
     traced.add_submodule(name, layer)
     # Not at the activation: before it, something may write to what the layer reads.

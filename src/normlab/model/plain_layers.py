@@ -108,6 +108,8 @@ def merge_sandwich(layer: Norm) -> Norm:
     merged.to(device=like.device, dtype=like.dtype)
     merged.load_state_dict({n: state[n] for n in merged.state_dict()})
     merged.policy, merged.process_group = layer.policy, layer.process_group
+    if layer._followed:
+        merged.follow(layer._modules["drop"], layer._modules["act"])  # type: ignore[arg-type]
     return merged.train(layer.training)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..engine.messages import check_model, words
-from .inheritance import NEW
+from .inheritance import NEW, SAME, SAME_IN_EVALUATION
 from .originals import original_of
 
 
@@ -39,6 +40,18 @@ class Report:
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def summary(self) -> str:
+        """One line: how many layers were replaced, and how many of them compute what they did."""
+        number = Counter(c.kept for c in self.converted)
+        parts = (
+            (number[SAME], "with the same function"),
+            (number[SAME_IN_EVALUATION], "with the same function in evaluation mode"),
+            (number[NEW], "with a new function"),
+        )
+        said = ", ".join(f"{n} {what}" for n, what in parts if n)
+        left = f"; {len(self.skipped)} left as they were, see normlab.report" if self.skipped else ""
+        return f"{self.title}: {len(self.converted)} layers, {said}{left}"
+
     def __str__(self) -> str:
         lines = [self.title]
         changed: dict[str, list[str]] = {}
@@ -48,9 +61,13 @@ class Report:
         for name, kind, reason in self.skipped:
             left.setdefault(f"{kind} stays: {reason}", []).append(name or "the model itself")
         for what, names in chain(changed.items(), left.items()):
-            shown = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
-            lines.append(f"  {len(names):3d} x {what} ({words(shown)})")
+            lines.append(f"  {len(names):3d} x {what} ({some(names)})")
         return "\n".join([*lines, *(f"  note: {n}" for n in dict.fromkeys(self.notes))])
+
+
+def some(names: list[str]) -> str:
+    """A few of the names, and how many more there are."""
+    return words(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def report(model: nn.Module) -> Report:

@@ -47,6 +47,21 @@ TARGETS: Mapping[str, Normalizer] = _Targets()
 _INSTANCE = (layers.InstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
+def check_target(to: str, options: Mapping[str, Any], call: str) -> list[str]:
+    """The options that a target takes; an error where it does not exist or those given are not for it."""
+    if to not in TARGETS:
+        raise ValueError(f"there is no target {to!r}; {nearest(to, TARGETS)}")
+    for name in TARGETS[to].required:
+        if options.get(name) is None:
+            raise ValueError(f"{to!r} needs {name}=...: {call}, {name}=...)")
+    takes = options_of(to, options)
+    # Channels, device and dtype are those of the layer that is replaced.
+    for name in options.keys() - {*takes}:
+        hint = nearest(name, sorted(takes)) if takes else "it takes none"
+        raise TypeError(f"{to!r} takes no option {name!r}; {hint}")
+    return takes
+
+
 class LayerMaker:
     """Makes the new layers of one conversion."""
 
@@ -57,29 +72,28 @@ class LayerMaker:
         self.defaults: Mapping[str, Any] = {}
         self.make: Any
         if isinstance(to, str):
-            if to not in TARGETS:
-                raise ValueError(f"there is no target {to!r}; {nearest(to, TARGETS)}")
+            self.takes = set(check_target(to, options, f"convert(model, {to!r}"))
             self.defaults = TARGETS[to].options
             self.make = family(to, options)
-            for name in TARGETS[to].required:
-                if options.get(name) is None:
-                    raise ValueError(f"{to!r} needs {name}=...: convert(model, {to!r}, {name}=...)")
         elif callable(to):
-            self.make = to
+            self.make, self.takes = to, _parameters(to)
         else:
             raise TypeError(f"to is a name, a class or a function of the number of channels; got {type(to).__name__}")
-        self.takes = set(options_of(self.named, options)) if self.named else _parameters(self.make)
-        # Channels, device and dtype are those of the layer that is replaced.
-        for name in options.keys() - self.takes if self.named else ():
-            hint = nearest(name, sorted(self.takes)) if self.takes else "it takes none"
-            raise TypeError(f"{self.title!r} takes no option {name!r}; {hint}")
+
+    @property
+    def last_gamma(self) -> bool:
+        """Whether the last norm layer of each residual block, and only that, starts with a weight of zero."""
+        return bool(self.given.get("last_gamma")) and "last_gamma" in self.takes
 
     def __call__(
-        self, module: nn.Module, source: Plain, device: torch.device, dtype: torch.dtype | None
+        self, module: nn.Module, source: Plain, device: torch.device, dtype: torch.dtype | None, last: bool = False
     ) -> tuple[nn.Module, str, list[str]]:
+        """The new layer, whether it keeps the function, and notes. ``last``: it ends the branch of a residual block."""
         if self.make is nn.Identity:
             return nn.Identity(), NEW, []
         options, notes = self._options(source)
+        if self.last_gamma:
+            options["last_gamma"] = last
         if self.named:
             new = make_layer(self.named, source.channels, source.dims, options)
         else:
@@ -96,6 +110,8 @@ class LayerMaker:
         if self.keep:
             kept, more = take_over(new, source.twin or module, source)
             notes += more
+        if isinstance(new, Norm) and (new.fused_act is not None or new._followed):
+            kept = NEW  # whatever it normalizes, an activation follows that was not there
         _freeze(new, source)
         return new, kept, notes
 
@@ -112,6 +128,8 @@ class LayerMaker:
             from_source["momentum"] = source.momentum
         if source.groups is not None and self._makes(layers.GroupNorm):
             from_source["num_groups"] = source.groups
+        if source.positional is not None:
+            from_source["centered"] = source.positional.centered
         if not (self.named or inspect.isclass(self.make)):
             from_source = {}
         options = {k: v for k, v in {**self.defaults, **from_source}.items() if k in self.takes} | self.given

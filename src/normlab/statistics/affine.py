@@ -14,7 +14,7 @@ into one effective weight and bias for each sample before ``x`` is touched, so a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -152,13 +152,6 @@ class PredictedOfPools(Predicted, PooledRule):
 def select(table: Tensor, index: int | Tensor) -> Tensor:
     """``[K, C]`` to the rows of ``index``: ``[1, C]`` for one, ``[N, C]`` for each sample's own."""
     return table[index : index + 1] if isinstance(index, int) else take(table, index)
-
-
-def select_branch(tables: Mapping[str, Tensor], branches: Sequence[str], index: int | Tensor) -> Tensor:
-    """The same from one tensor for each branch. One branch for the whole batch leaves the others without gradient."""
-    if isinstance(index, int):
-        return tables[branches[index]]
-    return take(torch.stack([tables[b] for b in branches]), index)
 
 
 class SecondMap(IntEnum):

@@ -65,6 +65,7 @@ class Statistics:
     channels_at_end: ClassVar[bool] = False  # whether inputs are [*, C], as transformers have them
     finishes: ClassVar[bool] = False  # whether ``finish`` does anything
     unbiased: bool = False  # whether variances within a sample are the unbiased ones, see Unbiased
+    network: ClassVar[frozenset[str]] = frozenset()  # learned tensors that are weights of a network, so decayed as such
     moved_by_kernels: ClassVar[str] = "unbiased"  # how whole kernels move the running variance, see Track
 
     def kernels(self, live: bool) -> Kernels:

@@ -35,6 +35,7 @@ class Modes(OfBatch):
 
     number: int = 2
     ghost: int | None = None
+    network: ClassVar[frozenset[str]] = frozenset({"gate_weight"})
     moved_by_kernels: ClassVar[str] = "total"
 
     def __post_init__(self) -> None:

@@ -6,8 +6,11 @@ Which statistics normalize and whether the running ones move are two explicit th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -44,6 +47,70 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_node: Any = torch._C._current_autograd_node  # type: ignore[attr-defined]
+
+
+def may_be_rerun() -> bool:
+    """Whether checkpointing may rerun this forward pass: one without a graph, or one with hooks of saved tensors."""
+    return not torch.is_grad_enabled() or _hooks(False) is not None
+
+
+class Reads:
+    """What a layer's forward passes read of its running statistics, for checkpointing to run them again.
+
+    Backward may come when later calls have moved the statistics, and it reruns the calls of the last checkpointed
+    function first. So each call is kept with what identifies its function. With ``use_reentrant=False`` that is the
+    frame that torch keeps for it, which hooks of saved tensors refer to. Otherwise it is the place in the order of
+    autograd: the node of a checkpointed function is made just before the function runs. A copy of a layer begins
+    without.
+    """
+
+    def __init__(self) -> None:
+        self._of_frames: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        self._in_order: deque[tuple[int, Any]] = deque(maxlen=256)
+        self._last: Any = None
+        self._rerun: Any = None  # which one is under way, and how many calls it has had
+        self._calls = 0
+
+    def __reduce__(self) -> tuple[type[Reads], tuple[()]]:
+        return Reads, ()
+
+    def keep(self, read: Any) -> None:
+        """Keep what a first run has read, if a rerun may follow."""
+        if not may_be_rerun():
+            return
+        self._last = read
+        hooks = _hooks(False)
+        if hooks is None:
+            self._in_order.append((torch.autograd._get_sequence_nr(), read))  # type: ignore[attr-defined]
+        elif type(frame := _held_by(hooks[0], "frame")).__module__ == "torch.utils.checkpoint":
+            self._of_frames.setdefault(frame, []).append(read)
+
+    def again(self) -> Any:
+        """What the first run of this call has read; None where nothing was kept."""
+        hooks, node = _hooks(False), _node()
+        if hooks is None:
+            place = -1 if node is None else node._sequence_nr()
+            rerun: Any = (torch._C._current_graph_task_id(), place)
+            reads = [read for at, read in self._in_order if at > place]
+        else:
+            rerun, frame = hooks[0], _held_by(hooks[0], "target_frame_ref")
+            frame = None if frame is None else frame()
+            reads = [] if frame is None else self._of_frames.get(frame, [])
+        same = rerun == self._rerun
+        self._rerun, self._calls = rerun, self._calls + 1 if same else 1
+        return reads[self._calls - 1] if self._calls <= len(reads) else self._last
+
+
+def _held_by(function: Any, name: str) -> Any:
+    """The variable of that name which a function of torch's holds; None if there is none."""
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    held = {} if code is None or cells is None else dict(zip(code.co_freevars, cells, strict=True))
+    return held[name].cell_contents if name in held else None
+
+
 def snapshot(t: Tensor) -> Tensor:
     """A copy that does not move with the buffer, in a compiled graph either."""
     return torch.ops.normlab.snapshot(t) if torch.compiler.is_compiling() else t.clone()
@@ -59,6 +126,13 @@ def _snapshot(t: Tensor) -> Tensor:
 _snapshot.register_fake(torch.empty_like)
 
 
+def finite(seen: Sequence[Pooled], dtype: torch.dtype) -> Tensor:  # [1, 1]
+    """Whether all statistics of a batch are finite in the dtype of the running ones."""
+    # Twice the biased variance: the unbiased one, which is stored, is at most that.
+    held = [t.to(dtype) for pooled in seen for t in (pooled.mean, 2 * pooled.var)]
+    return torch.stack([torch.isfinite(t).all() for t in held]).all().reshape(1, 1)
+
+
 def acceptable(
     seen: Sequence[Pooled], segments: Segments, branches: int | None, guard: torch.dtype | None
 ) -> Tensor | None:
@@ -66,13 +140,9 @@ def acceptable(
 
     ``guard`` is the dtype of the running statistics, in which all of the batch's must be finite.
     """
-    ok = None
-    if guard is not None:
-        # Twice the biased variance: the unbiased one, which is stored, is at most that.
-        held = [t.to(guard) for pooled in seen for t in (pooled.mean, 2 * pooled.var)]
-        ok = torch.stack([torch.isfinite(t).all() for t in held]).all().reshape(1, 1)
+    ok = None if guard is None else finite(seen, guard)
     count = seen[0].count
-    if isinstance(segments.branch, Tensor) or (isinstance(count, Tensor) and count.shape[0] == 1):
+    if isinstance(segments.branch, Tensor) or isinstance(count, Tensor):
         number = 1 if isinstance(segments.branch, int) else branches or 1
         _, _, present = _average_segments(*seen[0][:3], segments.branch, number)
         present = present.any(1, keepdim=True)

@@ -305,6 +305,7 @@ struct LearnedCall {
   std::shared_ptr<Plan> plan;
   PyRef python_plan;  // the LaunchPlan, which also keeps the compiled kernels alive
   PyRef rule_and_rows;  // Python takes them back for double backward
+  uint16_t unaligned = 0;  // which tensors of forward had an address that is no multiple of 16
 };
 
 PyRef fallback;  // backward in Python: to record a graph, or to compile
@@ -344,6 +345,8 @@ Tensor in_layout_of(const Tensor& t, const Tensor& x, bool channels_last) {
   if (!channels_last) return t.contiguous();
   return at::empty_strided(x.sizes(), x.strides(), x.options().dtype(t.scalar_type())).copy_(t);
 }
+
+bool is_unaligned(const Tensor& t) { return (reinterpret_cast<uint64_t>(t.const_data_ptr()) & 15) != 0; }
 
 Tensor empty_as(const Tensor& t) { return at::empty_strided(t.sizes(), t.strides(), t.options()); }
 
@@ -402,12 +405,18 @@ struct NormalizeBackward : Node {
     const Tensor work = this->work, segment = this->segment, label = this->label;
     lock.unlock();
     if (launches == nullptr || plain) return in_python(values, needs, dy, work, segment, label);
+    Tensor residual_like_x;
+    if (values[Residual].defined()) residual_like_x = in_layout_of(values[Residual], x, plan.channels_last);
+    if (!is_as_in_forward(x, X) || !is_as_in_forward(residual_like_x, Residual)) {
+      return in_python(values, needs, dy, work, segment, label);
+    }
+    for (size_t i = Weight; i < Differentiable; ++i) {
+      if (!is_as_in_forward(values[i], i)) return in_python(values, needs, dy, work, segment, label);
+    }
 
     dy = in_layout_of(dy, x, plan.channels_last);
-    if (plan.device >= 0 && (reinterpret_cast<uint64_t>(dy.const_data_ptr()) & 15) != 0) {
-      dy = dy.clone(at::MemoryFormat::Preserve);
-    }
-    Tensor d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var, d_inner, residual_like_x;
+    if (is_unaligned(dy)) dy = dy.clone(at::MemoryFormat::Preserve);
+    Tensor d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var, d_inner;
     if (values[Weight].defined()) {
       d_weight = empty_as(values[Weight]);
       d_bias = empty_as(values[Bias]);
@@ -429,7 +438,6 @@ struct NormalizeBackward : Node {
     const Tensor dx = needs[X] ? empty_as(x) : Tensor();
     // The residual's gradient is the gradient before the activation; without an activation, it is dy.
     if (plan.residual && plan.act) d_inner = empty_as(x);
-    if (values[Residual].defined()) residual_like_x = in_layout_of(values[Residual], x, plan.channels_last);
     const Tensor back = plan.floats(plan.backward_floats, x);
     const Tensor partials = plan.partial_floats != 0 ? plan.floats(plan.partial_floats, x) : back;
     const std::array<Tensor, 22> tensors = {
@@ -444,6 +452,12 @@ struct NormalizeBackward : Node {
     }
     const Tensor d_residual = plan.residual && needs[Residual] ? (d_inner.defined() ? d_inner : dy) : Tensor();
     return {dx, d_residual, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var};
+  }
+
+  // Whether kernels take a tensor as they took it in forward. Hooks of saved tensors may have moved it.
+  bool is_as_in_forward(const Tensor& t, size_t i) const {
+    if (!t.defined()) return true;
+    return (i <= Residual || t.is_contiguous()) && is_unaligned(t) == ((learned->unaligned >> i & 1) != 0);
   }
 
   variable_list in_python(const std::array<Tensor, Differentiable>& values,
@@ -526,7 +540,6 @@ bool read_inputs(PyObject* const* args, const Entry& entry, Inputs& inputs) {
   if (!x.defined() || x.dim() < 2) return false;
   if (!is_in_layout(x, entry.channels_last)) return false;
   const c10::Device device = x.device();
-  const bool cuda = x.is_cuda();
   for (size_t i = 0; i < InputCount; ++i) {
     const Tensor& t = tensors[i];
     inputs.key.types[i] = static_cast<uint8_t>((t.defined() ? t : x).scalar_type());
@@ -534,7 +547,6 @@ bool read_inputs(PyObject* const* args, const Entry& entry, Inputs& inputs) {
     if (t.device() != device || !(i == Residual ? t.sizes() == x.sizes() : i == X || t.is_contiguous())) return false;
     if (i == Label && (t.dim() != 1 || t.size(0) != x.size(0))) return false;
     if ((i == Weight || i == Bias) && t.numel() != x.size(1)) return false;
-    if (!cuda) continue;
     if (i == Residual && !has_layout_of(t, x, entry.channels_last)) continue;  // it is copied, and the copy is aligned
     uint64_t address = reinterpret_cast<uint64_t>(t.const_data_ptr());
     if (i == Mean || i == Var) address += entry.branch * t.size(-1) * t.element_size();
@@ -788,6 +800,7 @@ PyObject* entry_learn(PyObject* self, PyObject* const* args, Py_ssize_t number) 
   learned->plan = plan;
   learned->python_plan = PyRef(args[1]);
   learned->rule_and_rows = PyRef(entry.rule_and_rows->get());
+  learned->unaligned = inputs.key.unaligned;
   entry.learned_calls->emplace_back(inputs.key, std::move(learned));
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS

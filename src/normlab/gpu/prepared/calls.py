@@ -61,12 +61,12 @@ class PreparedWhole(PreparedCall):
         """The launch plans of calls with such arguments, and the entry of the compiled host path for them, if any."""
         extension = None if self.rerun else library.extension_for(self.config.shape.device)
         key = (
-            affine.weight is not None, affine.second, layer.act, residual is not None, extension is not None
+            affine.weight is not None, affine.second, layer.fused_act, residual is not None, extension is not None
         )  # fmt: skip
         found = self._serving.get(key)
         if found is None:
             config = self.config._replace(
-                shared=key[0], second=key[1], act=ACTIVATIONS[layer.act], residual=residual is not None
+                shared=key[0], second=key[1], act=ACTIVATIONS[layer.fused_act], residual=residual is not None
             )
             entry = None
             if extension is not None:
@@ -76,7 +76,7 @@ class PreparedWhole(PreparedCall):
         return found
 
     def quick(self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None) -> QuickCall | None:
-        key = (affine.weight is not None, affine.second, layer.act, residual is not None, True)
+        key = (affine.weight is not None, affine.second, layer.fused_act, residual is not None, True)
         _, entry = self._serving.get(key, (None, None))
         return None if entry is None else self._quick(layer, x, affine, entry)
 

@@ -20,8 +20,6 @@ from .calls import PreparedWhole, QuickCall
 from .layer import NormLayer
 from .torch_batch_norm import torch_batch_norm
 
-_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-
 
 class PreparedClosedFamily(PreparedWhole):
     def __init__(self, layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any, update: bool) -> None:
@@ -30,7 +28,8 @@ class PreparedClosedFamily(PreparedWhole):
         self.update = update
         self.statistics = statistics = layer.statistics
         self.live = layer._uses_batch()
-        self.renorm: Any = statistics if statistics.reads_running and self.live else None
+        corrects = statistics.reads_running and self.live and layer.track_running_stats
+        self.renorm: Any = statistics if corrects else None
         self.tracks_run_shape = hasattr(layer, "run_shape")
         pools = len(self.plans)
         self.sources = Sources(self.plans, (None,) * pools, (True,) * pools, None, layer.eps)
@@ -62,8 +61,8 @@ class PreparedClosedFamily(PreparedWhole):
         branch = self.branch
         if self.reads_running:
             mean, var, batches = self.stored(layer)
-            if self.renorm is not None and self.rerun and layer._read is not None:
-                ((mean, var),), batches = layer._read  # what the first forward pass read: of its branch alone
+            if self.renorm is not None and self.rerun and (read := layer._reads.again()) is not None:
+                ((mean, var),), batches = read  # of this call's branch alone
                 branch = 0
             elif self.renorm is not None:
                 self.keep_read(layer, mean, var, batches)
@@ -96,12 +95,12 @@ class PreparedClosedFamily(PreparedWhole):
 
     def keep_read(self, layer: NormLayer, mean: Tensor, var: Tensor, batches: Tensor) -> None:
         """Keep what batch renorm reads. Checkpointing may rerun this forward pass when the buffers have moved."""
-        if not _may_be_rerun() or running.in_backward():
+        if not running.may_be_rerun() or running.in_backward():
             return
         one = layer.branches is None
         kept = (t if one else t[self.branch] for t in (mean, var, batches))
         at_mean, at_var, count = (running.snapshot(t) for t in kept)
-        layer._read = ([(at_mean.unsqueeze(0), at_var.unsqueeze(0))], count)
+        layer._reads.keep(([(at_mean.unsqueeze(0), at_var.unsqueeze(0))], count))
 
     def quick(self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None) -> QuickCall | None:
         if self.by_torch is not None and self.by_torch.serves(layer, x, affine, residual):
@@ -133,11 +132,6 @@ class PreparedClosedFamily(PreparedWhole):
             live[self.batch] = False
         sources = self.sources._replace(plans=plans, running=tuple(found), live=tuple(live), eps=eps)
         return self.statistics.closed_rule(sources)
-
-
-def _may_be_rerun() -> bool:
-    """Whether checkpointing may rerun this forward pass: one without a graph, or one with hooks of saved tensors."""
-    return not torch.is_grad_enabled() or _hooks(False) is not None
 
 
 def _quick_call(

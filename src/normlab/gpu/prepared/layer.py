@@ -11,13 +11,13 @@ from ...engine.contract import Update
 from ...engine.rows import Rows
 from ...statistics.base import Sources, Statistics
 from ...statistics.plans import Plan, Pooled, Segments
-from ...statistics.running import Policy
+from ...statistics.running import Policy, Reads
 
 
 class NormLayer(Protocol):
     """The part of :class:`normlab.layers.norm.Norm` that kernels use."""
 
-    _read: tuple[list[Any], Tensor] | None  # the running statistics that the last forward pass in training read
+    _reads: Reads  # the running statistics that calls in training read
 
     @property
     def num_features(self) -> int: ...
@@ -41,7 +41,7 @@ class NormLayer(Protocol):
     def key_size(self) -> int: ...
 
     @property
-    def act(self) -> str | None: ...
+    def fused_act(self) -> str | None: ...
 
     @property
     def policy(self) -> Policy: ...

@@ -75,7 +75,7 @@ class PreparedRecordedRule(PreparedCall):
         if layer._predictor:
             tensors = (*tensors, *layer._predictor_tensors(weight, bias, x))
             weight = bias = None
-        plan = self._plan(layer.act, residual is not None, x.data_ptr() & 15 == 0)
+        plan = self._plan(layer.fused_act, residual is not None, x.data_ptr() & 15 == 0)
         y, seen = run(x, plan, rule, update, weight, bias, residual, tensors)
         if self.observes:
             layer._observe(seen, self.segments, x)

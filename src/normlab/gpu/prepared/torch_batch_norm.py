@@ -49,7 +49,7 @@ class TorchBatchNorm:
 
     def serves(self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None) -> bool:
         """Whether torch's operator serves this call."""
-        if affine.second != SecondMap.NONE or layer.act is not None or residual is not None:
+        if affine.second != SecondMap.NONE or layer.fused_act is not None or residual is not None:
             return False
         if affine.weight is not None and affine.weight.dtype not in (torch.float32, x.dtype):
             return False

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...model.walk import walk
 from ..errors import LabError
 
-__all__ = ["INITS", "Classifier", "Sized", "Standardize", "initialise", "load_weights"]
+__all__ = ["INITS", "Classifier", "Sized", "Standardize", "check_values", "initialise", "load_weights"]
 
 
 class Sized(Protocol):
@@ -99,6 +99,38 @@ def initialise(net: nn.Module, init: str) -> None:
             INITS[init](module)
 
 
+def check_values(model: nn.Module, state: Mapping[str, Any], source: object, *, diverged: bool = False) -> None:
+    """Raise if weights of the names and shapes of ``model`` are none that a training leaves.
+
+    ``diverged`` allows what is no finite number. Buffers may be infinite, such as the mask of an attention.
+    """
+    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    common = [(k, v, state[k]) for k, v in own.items() if isinstance(state.get(k), Tensor)]
+    if other := [f"{k} is {theirs.dtype}" for k, mine, theirs in common if _kind(mine) != _kind(theirs)]:
+        raise LabError(f"{source} has {len(other)} of {len(own)} weights of another type ({other[0]}, ...); "
+                       "expected floating-point numbers for weights, and integers for counters.")  # fmt: skip
+    if negative := [k for k, _, v in common if "running_var" in k.rpartition(".")[2] and bool((v < 0).any())]:
+        raise LabError(f"{source} has negative variances ({negative[0]}); the file was damaged or changed.")
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    lost = [] if diverged else [k for k, _, v in common if _lost(v, k in trained)]
+    if lost:
+        raise LabError(f"{source} has weights that are no finite numbers, in {len(lost)} of {len(own)} tensors "
+                       f"({lost[0]}, ...): its training diverged, or it was damaged. There is nothing to measure; "
+                       "train it at a lower learning rate.")  # fmt: skip
+
+
+def _lost(values: Tensor, trained: bool) -> bool:
+    if not values.is_floating_point():
+        return False
+    return not bool((values.isfinite() if trained else ~values.isnan()).all())
+
+
+def _kind(tensor: Tensor) -> str:
+    """Complex numbers, truth values, and integers where fractions belong are no weights."""
+    dtype = tensor.dtype
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else str(dtype == torch.bool)
+
+
 def load_weights(net: nn.Module, path: str, name: str) -> None:
     """Load weights from a local file, safetensors or a torch state dict. All must be there and fit."""
     file = Path(path).expanduser()
@@ -115,6 +147,8 @@ def load_weights(net: nn.Module, path: str, name: str) -> None:
         raise LabError(f"{file} cannot be read as weights: {error}") from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
+    if isinstance(state, dict):
+        check_values(net, state, file)
     try:
         net.load_state_dict(cast(dict[str, Tensor], state))
     except (RuntimeError, TypeError) as error:

@@ -6,23 +6,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import fixup_parameters, set_radius
+from ... import set_radius
 from ...engine.messages import words
 from ...engine.numerics import widest
 from ...layers import SparseSwitchNorm
-from ...model.fixup import Bias, Scale
 from ..errors import LabError
 from ..mixing import branches_of
 from ..predict import among, check_logits
 from . import Batch, Context, Phase, Recipe
 
-__all__ = ["RECIPE", "Classify"]
+__all__ = ["RECIPE", "Classify", "check_conditions"]
 
 _TEST_BATCH = 1000
 
 
 class Classify(Recipe):
-    """Cross entropy, with label smoothing if asked; Fixup's scalars learn at a tenth of the rate."""
+    """Cross entropy, with label smoothing if asked."""
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         logits = check_logits(model, model(batch.x), batch.x, ctx.data)  # [B, classes]
@@ -44,15 +43,14 @@ class Classify(Recipe):
         return {"accuracy": 100 * correct / len(y), "test_loss": loss / len(y)}
 
     def check(self, model: nn.Module) -> None:
+        check_conditions(model)
         if names := branches_of(model):
             raise LabError(f"separated layers of this model have the branches {words(names)}, and one stream of images "
                            f"reaches one; take the recipe streams({names[0]}=..., {names[-1]}=...)")  # fmt: skip
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         self.check(model)
-        fixed = any(isinstance(m, (Bias, Scale)) for m in model.modules())
-        parameters = fixup_parameters(model, ctx.settings.lr) if fixed else model.parameters()
-        return [Phase("model", parameters, self.step)]
+        return [Phase("model", model, self.step)]
 
     def start_epoch(self, model: nn.Module, progress: float, ctx: Context) -> bool:
         """Set the radius of sparse switchable norms. Weights that became one-hot are no longer learned."""
@@ -60,6 +58,17 @@ class Classify(Recipe):
         if sparse:
             set_radius(model, progress)
         return sparse
+
+
+def check_conditions(model: nn.Module) -> None:
+    """Refuse layers that take a label, which would tell a classifier the answer, or a style, which it has none of."""
+    for module in model.modules():
+        for what in {"label", "style"} & getattr(module, "wants", frozenset()):
+            why = "the label is what a classifier is asked for, so its layers must not be told it"
+            why = why if what == "label" else "a classifier is given no style image"
+            raise LabError(f"{type(module).__name__} needs a {what}, and {why}. Such layers are for generators and "
+                           "style transfer. For two kinds of images, take auxiliary or sandwich_auxiliary with the "
+                           "recipe streams(...).")  # fmt: skip
 
 
 RECIPE = Classify()

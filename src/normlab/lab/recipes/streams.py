@@ -30,7 +30,7 @@ from ..predict import check_logits
 from ..texts import flag
 from . import Batch, Context, Phase
 from .adversarial import Adversary, attacked_score, check_statistics, parse_adversary
-from .classify import Classify
+from .classify import Classify, check_conditions
 from .makers import Maker, Part, check_maker, cross_entropy, made, parse_maker
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ class TwoStreams(Classify):
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model whose branches do not fit the streams."""
+        check_conditions(model)
         known = branches_of(model)
         if not self.separated:
             if known:

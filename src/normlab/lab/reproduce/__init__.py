@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ...engine.messages import nearest
@@ -38,11 +40,17 @@ def entries() -> dict[str, Entry]:
 
 
 def listing() -> str:
-    """What ``normlab reproduce --list`` prints."""
-    from ..analysis import table
-
-    head = ("name", "what", "default scale", "minutes", "--full")
-    return table(head, [(e.name, e.what, e.default, f"{e.minutes:g}", e.full) for e in entries().values()])
+    """What ``normlab reproduce --list`` prints: as wide as the terminal."""
+    known = entries().values()
+    names = max(len(e.name) for e in known)
+    width = max(40, get_terminal_size((100, 24)).columns - names - len("  minutes  "))
+    lines = [f"{'name':{names}}  minutes  what"]
+    for e in known:
+        texts = (("", e.what), ("default: ", e.default), ("--full:  ", e.full))
+        own = [line for what, text in texts for line in wrap(what + text, width, subsequent_indent=" " * len(what))]
+        lines.append(f"{e.name:{names}}  {e.minutes:7g}  {own[0]}")
+        lines += [f"{'':{names}}  {'':7}  {line}" for line in own[1:]]
+    return "\n".join(lines)
 
 
 def run(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import LabError
 from ..report.view import Comparison, ComparisonRow
-from ..store import finite, write_atomic
+from ..store import finite, read_json, write_atomic
 from .figures import Value
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Context:
     def suffix(self) -> str:
         """A suffix for file names, if the folder holds another entry's comparison already."""
         try:
-            found = json.loads((self.folder / "comparison.json").read_text())["name"]
-        except (OSError, ValueError, KeyError):
+            found = read_json((self.folder / "comparison.json").read_bytes())["name"]
+        except (OSError, TypeError, LookupError):
             return ""
         return "" if self.entry in (None, found) else f"-{self.entry}"
 
@@ -168,11 +168,10 @@ def recalled(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
     path, plain = _place(folder, key)
     if not path.is_file():
         return None
-    try:
-        stored = json.loads(path.read_text())
-        return stored["result"] if stored["key"] == plain else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise LabError(f"{path} is not a result that can be read; remove it and run again.") from error
+    stored = read_json(path.read_bytes())
+    if not isinstance(stored, dict) or "key" not in stored or not isinstance(stored.get("result"), dict):
+        raise LabError(f"{path} is not a result that can be read; remove it and run again.")
+    return stored["result"] if stored["key"] == plain else None
 
 
 def _place(folder: Path, key: Mapping[str, Any]) -> tuple[Path, Any]:

@@ -268,7 +268,7 @@ def kept_model(run: Run, device: str = "cpu") -> Classifier:
 
     if not (run.folder / "best.safetensors").exists():
         raise _without_weights([run.folder])
-    return load_model(run.folder, device=device)[0]
+    return load_model(run.folder, device=device, diverged=True)[0]
 
 
 def _train_groups(ctx: Context, cells: Sequence[Settings], data: _Kept) -> None:

@@ -161,7 +161,7 @@ class Phase(NamedTuple):
     """
 
     name: str
-    parameters: Iterable[Any]  # parameters or groups, as optimizers take them
+    parameters: nn.Module | Iterable[Any]  # a model's, or parameters or groups, as optimizers take them
     compute: Callable[[nn.Module, Batch, Context], dict[str, Tensor]]  # "loss" is minimised, all are logged
     repeat: int = 1
     part: str = "train"
@@ -246,7 +246,7 @@ class Task:
         return batch
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
-        return [Phase("model", model.parameters(), self.step)]
+        return [Phase("model", model, self.step)]
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         """Scalars by name: ``loss`` is minimised; all are averaged over the epoch's samples and logged."""
