@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .settings import Settings
     from .store import load_checkpoint, save_checkpoint
     from .study import Results, Run, Study, compare, load_model, read_results, run_study, train
+    from .tasks import Batch, Context, Metric, Phase, Picture, Source, Task
     from .watcher import Watcher
 
 _HOME = {
@@ -44,6 +45,7 @@ _HOME = {
     "report": ("write_report",),
     "settings": ("Settings",),
     "store": ("load_checkpoint", "save_checkpoint"),
+    "tasks": ("Batch", "Context", "Metric", "Phase", "Picture", "Source", "Task"),
     "study": ("Results", "Run", "Study", "compare", "load_model", "read_results", "run_study", "train"),
 }
 _MODULES = (
@@ -58,6 +60,7 @@ __all__ = [  # noqa: RUF022 - in the order of use
     "build", "Classifier", "parse_norm", "NormSpec",
     "fit", "History", "Watcher", "Recipe", "joined", "Ranks",
     "measure", "accuracy", "Measurement", "MEASUREMENTS",
+    "Task", "Source", "Batch", "Context", "Phase", "Metric", "Picture",
     "write_report", "save_checkpoint", "load_checkpoint",
 ]  # fmt: skip
 

@@ -142,8 +142,8 @@ class Lines(Watcher):
 
     def _best(self) -> tuple[str, str]:
         """The value of a log that chooses the best epoch, and its unit."""
-        name, metric = task_of(self.grid[0]).best
-        return ("accuracy", "%") if name == "attacked_accuracy" else (name, metric.unit)
+        name, metric = task_of(self.current or Settings()).best
+        return name, metric.unit
 
     def _finished(self, settings: Settings) -> bool:
         return self.counts.get(settings.name, 0) >= len(self.measurements) > 0

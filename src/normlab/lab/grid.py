@@ -13,12 +13,13 @@ from . import settings as settings_
 from . import toml
 from .errors import LabError
 from .settings import Settings
+from .tasks import task as task_by_name
 from .tasks import task_of
 
 if TYPE_CHECKING:
     from .evaluate import Measurement
 
-__all__ = ["DEFAULT", "Study", "default_folder", "make_study", "measurements_of", "names_of"]
+__all__ = ["DEFAULT", "Study", "default_folder", "default_study", "make_study", "measurements_of", "names_of"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Study:
         twice = next((n for n in seen if seen.count(n) > 1), None)
         if twice:
             raise LabError(f"{twice} is on two axes of the grid; expected one.")
+        if "task" in seen:
+            raise LabError("task is no axis of a grid: tasks have metrics of their own. Give each a study of its own.")
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "measurements", tuple(dict.fromkeys(self.measurements)))
         object.__setattr__(self, "folder", None if self.folder is None else Path(self.folder))
@@ -143,15 +146,27 @@ DEFAULT = Study(
 )
 
 
+def default_study(task: str = "classification") -> Study:
+    """What `normlab compare --task NAME` does with nothing else."""
+    if task == "classification":
+        return DEFAULT
+    chosen = task_by_name(task)
+    return Study(Settings.of(task), chosen.axes, tuple(chosen.measured))
+
+
 def make_study(
-    norms: Sequence[str],
-    seeds: int | Sequence[int],
-    measure: Sequence[str],
+    norms: Sequence[str] | None,
+    seeds: int | Sequence[int] | None,
+    measure: Sequence[str] | None,
     out: str | Path | None,
     settings: Mapping[str, Any],
     base: Settings | None = None,
 ) -> Study:
     """The study of :func:`compare`: settings that are lists become axes, in the order norm, others, seed."""
+    usual = default_study(settings.get("task", "classification"))
+    norms = usual.axes.get("norm", (usual.base.norm,)) if norms is None else norms
+    seeds = usual.axes.get("seed", (usual.base.seed,)) if seeds is None else seeds
+    measure = usual.measurements if measure is None else measure
     lists = {k: v for k, v in settings.items() if isinstance(v, (list, tuple)) and k not in ("milestones", "options")}
     single = {k: v for k, v in settings.items() if k not in lists}
     seeds = range(seeds) if isinstance(seeds, int) else seeds
@@ -159,7 +174,7 @@ def make_study(
     axes = {name: axis_of(name, values) for name, values in along.items()}
     if out is not None and not str(out).strip():
         raise LabError("out is empty; give the folder of the results, or None for the default one.")
-    study = Study((base or Settings()).with_(**single | firsts(axes)), axes, _listed(measure))
+    study = Study((base or usual.base).with_(**single | firsts(axes)), axes, _listed(measure))
     return replace(study, folder=Path(out) if out is not None else default_folder(study))
 
 

@@ -110,6 +110,15 @@ class Settings:
             raise LabError(f"{name!r} is no setting; {nearest(name, NAMES)}")
         return replace(self, **changes)
 
+    @classmethod
+    def of(cls, task: str = "classification", **changes: Any) -> Settings:
+        """The defaults of a task, with changes."""
+        if task == cls.task:
+            return cls().with_(**changes)
+        from .tasks import task as task_by_name
+
+        return cls().with_(**{**task_by_name(task).defaults, **changes, "task": task})
+
     def values(self) -> dict[str, Any]:
         """Plain values by name, as they are stored: lists for tuples, a table for options."""
         return {
@@ -123,6 +132,8 @@ class Settings:
         if unknown:
             raise LabError(f"{source}: unknown setting {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
         try:
+            if "task" in values and any(name not in values for name in NAMES):
+                values = {**cls.of(values["task"]).values(), **values}
             return cls(**values)
         except LabError as error:
             raise LabError(f"{source}: {error}") from None

@@ -31,27 +31,26 @@ from .run_state import allocating, described, load_weights
 from .seeds import generator
 from .settings import Settings
 from .store import append_line, clear_partial, load_checkpoint, locked, read_records, write_atomic
-from .tasks import Context, Source, like, task_of
+from .tasks import TASKS, Context, Source, like, task_of
 from .torchrun import led, together
 from .watcher import Watcher
 from .workers import Crew, crew_for, run_jobs
 
 if TYPE_CHECKING:
-    from .data import Data
     from .evaluate import Measurement
-    from .models import Classifier
 
 __all__ = [
     "DEFAULT", "Results", "Row", "Run", "Study", "build_model", "compare", "default_folder", "load_data", "load_model",
-    "pick_device", "read_results", "read_run", "run_study", "train", "versions",
+    "pick_device", "read_results", "read_run", "run_study", "task_in",
+    "train", "versions",
 ]  # fmt: skip
 
 
 def compare(
-    norms: Sequence[str] = DEFAULT.axes["norm"],
+    norms: Sequence[str] | None = None,
     *,
-    seeds: int | Sequence[int] = DEFAULT.axes["seed"],
-    measure: Sequence[str] = DEFAULT.measurements,
+    seeds: int | Sequence[int] | None = None,
+    measure: Sequence[str] | None = None,
     out: str | Path | None = None,
     progress: Watcher | None = None,
     device: torch.device | str | None = None,
@@ -62,9 +61,10 @@ def compare(
 ) -> Results:
     """Train the same network with several normalizers, measure each, and keep everything in a folder.
 
-    Other settings are keywords, and a list makes an axis of the grid: ``compare(["none", "batch"], data="cifar10",
-    model="vgg8", batch_size=[128, 32])``. Without ``out`` the folder is runs/, data, model and a digest of the
-    settings. The same call again resumes. ``processes`` is how many runs are trained at once.
+    What is left out is as in the task's default comparison. Other settings are keywords, and a list makes an axis of
+    the grid: ``compare(["none", "batch"], data="cifar10", model="vgg8", batch_size=[128, 32])``, or
+    ``compare(task="path/to/file.py")``. Without ``out`` the folder is runs/, data, model and a digest of the settings.
+    The same call again resumes. ``processes`` is how many runs are trained at once.
     """
     study = make_study(norms, seeds, measure, out, settings)
     return run_study(study, progress=progress, device=device, root=root, download=download, processes=processes)
@@ -152,7 +152,7 @@ def train(
     root: str | Path | None = None,
     download: bool = False,
     tensorboard: bool = False,
-    data: Data | None = None,
+    data: Source | None = None,
 ) -> Run:
     """One run in a folder of its own; its measurements go to results.jsonl there.
 
@@ -175,13 +175,22 @@ def train(
 
 
 def load_model(
-    checkpoint: str | Path, *, device: torch.device | str = "cpu", diverged: bool = False
-) -> tuple[Classifier, Settings]:
+    checkpoint: str | Path, *, device: torch.device | str = "cpu", diverged: bool = False, task: str | None = None
+) -> tuple[Any, Settings]:
     """The model of a checkpoint that the loop wrote, in evaluation mode, and its settings.
 
     A folder means the kept weights in it. From a resume checkpoint, the weights that evaluation uses are loaded.
-    ``diverged`` also takes weights that are no finite numbers.
+    ``diverged`` also takes weights that are no finite numbers. ``task`` is the file of a task of your own: code is
+    never run because a checkpoint names it.
     """
+    model, settings, _ = load_trained(checkpoint, device=device, diverged=diverged, task=task)
+    return model, settings
+
+
+def load_trained(
+    checkpoint: str | Path, *, device: torch.device | str = "cpu", diverged: bool = False, task: str | None = None
+) -> tuple[Any, Settings, dict[str, Any]]:
+    """As :func:`load_model`, and what the network's data said about themselves."""
     path = Path(checkpoint)
     if (path / "study.toml").is_file():
         raise LabError(f"{path} is the folder of a study; name one of its runs: {path / 'runs'}/NAME.")
@@ -198,6 +207,11 @@ def load_model(
         if there.digest() != settings.digest():
             raise LabError(f"{path} is of another run than {home / 'settings.toml'}: {differences(there, settings)}. "
                            "Files were mixed; put the right one back, or name the file itself.")  # fmt: skip
+    if task is not None:
+        settings = settings.with_(task=task)
+    elif settings.task not in TASKS:
+        raise LabError(f"{path} was trained on the task {settings.task}, which is a file of your own; give it as task, "
+                       f"--task {settings.task}: no code is run because a checkpoint names it.")  # fmt: skip
     for prefix in ("averaged.", "model.") if meta.get("kind") == "state" else ():
         part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if part:
@@ -213,10 +227,10 @@ def load_model(
                        f"your own, load them into it, model.load_state_dict(load_checkpoint({str(path)!r})[0]) of "
                        f"normlab.lab.store, or `normlab evaluate --module package.module:function --weights {path}`."
                        ) from None  # fmt: skip
-    return model.eval(), settings
+    return model.eval(), settings, meta["data"]
 
 
-def _network_of(settings: Settings, meta: dict[str, Any], values: int, path: Path) -> Classifier:
+def _network_of(settings: Settings, meta: dict[str, Any], values: int, path: Path) -> Any:
     """The network that a checkpoint describes, if it can be one of so many values.
 
     Every layer has values, and every unit of its width has some. So a number that is larger than the file's is none
@@ -239,10 +253,23 @@ def _network_of(settings: Settings, meta: dict[str, Any], values: int, path: Pat
                        ) from error  # fmt: skip
 
 
+def task_in(checkpoint: str | Path) -> str:
+    """The task of a checkpoint or a run's folder; classification if it does not say."""
+    path = Path(checkpoint)
+    if (path / "settings.toml").is_file():
+        return Settings.read(path / "settings.toml").task
+    path = path / "best.safetensors" if path.is_dir() else path
+    given = load_checkpoint(path)[1].get("settings") if path.is_file() else None
+    found = given.get("task") if isinstance(given, dict) else None
+    return found if isinstance(found, str) else Settings.task
+
+
 def build_model(settings: Settings, data_like: Any) -> Any:
     """The network that the settings name, with its initial weights."""
     about = like(data_like.about) if isinstance(data_like, Source) else data_like
-    return task_of(settings).build(settings, about)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return task_of(settings).build(settings, about)
 
 
 def load_data(settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Any:
@@ -286,8 +313,8 @@ def _tell_of_training_again(
 
 
 def trained(
-    settings: Settings, data: Data, home: Path, watch: Watcher, device: torch.device, *, tensorboard: bool
-) -> Classifier:
+    settings: Settings, data: Source, home: Path, watch: Watcher, device: torch.device, *, tensorboard: bool
+) -> Any:
     """The network of a run with its kept weights. Trains the epochs that are missing."""
     _check_home(settings, home)
     clear_partial(home)
@@ -301,7 +328,7 @@ def trained(
 
 
 def measured(
-    model: Classifier, data: Data, settings: Settings, measurements: Sequence[Measurement], watch: Watcher,
+    model: Any, data: Source, settings: Settings, measurements: Sequence[Measurement], watch: Watcher,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Measure, and yield each record as soon as it is there."""
@@ -333,12 +360,12 @@ def data_key(settings: Settings) -> tuple[Any, ...]:
 
 def _checked_data(
     grid: Sequence[Settings], measurements: Sequence[Measurement], **options: Any
-) -> dict[tuple[Any, ...], Data]:
+) -> dict[tuple[Any, ...], Source]:
     """Load every data set of the grid, and build every network once.
 
     So no run fails late because of a wrong name, and no measurement because of a missing branch.
     """
-    data: dict[tuple[Any, ...], Data] = {}
+    data: dict[tuple[Any, ...], Source] = {}
     built: set[tuple[Any, ...]] = set()
     from .norms import parse_norm
 

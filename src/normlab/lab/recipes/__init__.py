@@ -7,7 +7,7 @@ may be captured in a CUDA graph. So it returns tensors, and reads the value of n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -77,6 +77,27 @@ class Recipe(Task):
         self, measurement: Measurement, model: nn.Module, ctx: Context, progress: Callable[..., None]
     ) -> dict[str, Any]:
         return measurement.run(model, ctx.data, device=ctx.device, seed=ctx.settings.seed, progress=progress)
+
+    def apply(
+        self, model: nn.Module, files: Sequence[Path], out: Path, ctx: Context, options: Mapping[str, str]
+    ) -> list[Path]:
+        """Name the class of each image: a CSV file with a line for each, its class and how sure the network is."""
+        import csv
+        import io
+
+        from ..predict import predictions
+        from ..store import write_atomic
+        from ..tasks.files import read_image
+
+        about = ctx.data
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["file", "class", "probability"])
+        for file in files:
+            image = read_image(file, about.channels, tuple(about.size))
+            sure, index = predictions(model, image[None]).softmax(1)[0].max(0)
+            writer.writerow([file, about.classes[int(index)], f"{sure.item():.4f}"])
+        return [write_atomic(out, text.getvalue())]
 
     def example(self, ctx: Context) -> Tensor:
         from ..data import pixels

@@ -121,14 +121,15 @@ def answer(view: View) -> str:
 
 def leads(columns: Sequence[Column]) -> list[str]:
     """The measurements of one winner, with its lead over the second, who is named once in a row."""
-    found, named = [], ""
+    found, named, unit = [], "", ""
     for column in columns:
         verdict, second = column.verdict, column.ranked()[1][0]
         assert verdict.lead
-        over = "" if second == named else f" {points(column)} over {spoken(second)}"
+        over = "" if second == named else f" over {spoken(second)}"
+        over = over if over == "" and points(column) == unit else f" {points(column)}{over}"
         unsure = ", likely but not certain" if verdict.errors < CLEAR else ""
         found.append(f"{column.name} ({apart(verdict.lead, column)}{over}{unsure})")
-        named = second
+        named, unit = second, points(column)
     return found
 
 
