@@ -49,6 +49,7 @@ def halved(batch):
 
 class Enlarge(Task):
     about = "enlarge images of digits twofold"
+    samples = "images"
     minutes = 1
     defaults = {
         "data": "mnist5k", "train_size": 2000, "test_size": 500, "width": 16, "epochs": 4, "batch_size": 32,

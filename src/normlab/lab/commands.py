@@ -221,7 +221,11 @@ def _study(norms: str | None, seeds: str | None, measure: str | None, config: Pa
     from .grid import default_study, names_of
     from .study import Study, default_folder
 
-    study = default_study(settings.get("task", "classification")) if config is None else Study.read(config)
+    name = settings.get("task", "classification").strip()
+    if len(split(name)) > 1:
+        raise LabError(f"--task is one task, for tasks have metrics of their own; got {name!r}. "
+                       "Give each a comparison of its own.")  # fmt: skip
+    study = default_study(name) if config is None else Study.read(config)
     given = _parsed(settings, axes=True)
     axes: dict[str, Any] = dict(study.axes)
     for name, value in given.items():
@@ -566,7 +570,7 @@ def _print_records(records: Sequence[dict[str, Any]]) -> None:
         units = {f"{m.title} {m.unit}".strip() for _, m in filter(None, heads)}
         typer.echo(table(("measurement", units.pop() if len(units) == 1 else "value", "samples", "seconds"), rows))
     for r in records:
-        said = [f"{name} {number:.2f}" for name, (number, _) in list(metrics_of(r).items())[1:]]
+        said = [f"{m.of(k)} {v:.2f}{m.unit and f' {m.unit}'}" for k, (v, m) in list(metrics_of(r).items())[1:]]
         if said:
             typer.echo(f"{r.get('title', r['measurement'])}: {', '.join(said)}")
 

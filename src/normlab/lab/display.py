@@ -177,6 +177,7 @@ class Screen(Lines):
             "study", total=round(self.clock.work), left="", unit="epochs and measurements" if measurements else "epochs"
         )
         self.bar_of: dict[str, TaskID] = {}
+        self.samples = task_of(grid[0]).samples if grid else "samples"
         self.began: dict[str, tuple[int, int, float]] = {}  # by run: an epoch, a step of it, and when that was
         self.shown: RenderableType = ""  # the table, of so many records
         self.shown_of = -1
@@ -214,7 +215,7 @@ class Screen(Lines):
             self.began[self.current.name] = (epoch, step, now)
         elif now > then:
             rate = (step - first) * self.current.batch_size / (now - then)
-            self.bars.update(self.now, left=f"{rate:,.0f} samples/s")
+            self.bars.update(self.now, left=f"{rate:,.0f} {self.samples}/s")
 
     def epoch(self, line: dict[str, Any]) -> None:
         super().epoch(line)

@@ -239,7 +239,7 @@ def described(meta: dict[str, Any], source: object) -> None:
         if isinstance(value, str) and len(value) > _LONGEST:
             wrong = f"settings.{name} is a text of {len(value):,} letters"
     data = meta.get("data")
-    images = data is not None and given.get("task", "classification") == "classification"
+    images = isinstance(data, dict) and "channels" in data  # what networks for images are built from
     wrong = wrong or (misfit(data, _IMAGES, "data") if images else "")
     if not wrong and images:
         channels, mean, std = data["channels"], data["mean"], data["std"]

@@ -132,7 +132,8 @@ class Settings:
         if unknown:
             raise LabError(f"{source}: unknown setting {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
         try:
-            if "task" in values and any(name not in values for name in NAMES):
+            # An empty table of options is not written. A task is only loaded where its defaults are needed.
+            if "task" in values and any(name not in values for name in NAMES if name != "options"):
                 values = {**cls.of(values["task"]).values(), **values}
             return cls(**values)
         except LabError as error:

@@ -40,6 +40,7 @@ class Recipe(Task):
 
     name = "classification"
     about = "classifiers of labelled images: accuracy, under noise, attacks and corruptions too"
+    samples = "images"
     minutes = 2.0
     metrics: ClassVar[Mapping[str, Metric]] = {"accuracy": ACCURACY, "test_loss": LOSS}
 

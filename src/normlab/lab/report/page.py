@@ -193,7 +193,8 @@ def images(view: View) -> str:
     in_table = [r for r in records if not ("curve" in r or "grid" in r) or r.get("at")] or records
     counts = sorted({r["n"] for r in in_table if isinstance(r.get("n"), int)})
     between = " to ".join(f"{n:,}" for n in dict.fromkeys((*counts[:1], *counts[-1:])))
-    return f"Measured on {between} test images" if counts else ""
+    what = "images" if all(run.settings.task == "classification" for c in view.configs for run in c.runs) else "samples"
+    return f"Measured on {between} test {what}" if counts else ""
 
 
 def streams_note(view: View) -> str:

@@ -189,6 +189,7 @@ class Task:
     name: str = ""  # of a task of this package; a user's own is named as --task names it
     about: str = ""
     needs: str = "nothing to download"
+    samples: str = "samples"  # what they are: images, texts, clips
     minutes: float = 0.0  # that `normlab compare --task NAME` takes on two cores
 
     # `normlab compare --task NAME` with nothing else.

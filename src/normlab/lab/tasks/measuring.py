@@ -64,7 +64,7 @@ class Measurement:
         return {
             "measurement": self.name,
             "title": title if self.kind == "test" else f"{title}, {self.name}",
-            "kind": self.kind,
+            "kind": f"{task.name}:{self.kind}",  # pages draw the kinds of classification in ways of their own
             "n": ctx.data.number("test"),
             "arguments": arguments,
             "seed": ctx.settings.seed,
