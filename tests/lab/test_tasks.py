@@ -244,7 +244,7 @@ class Line(Task):
 
             return compute
 
-        first, second = model[0].parameters(), model[1].parameters()
+        first, second = (part.parameters() for part in model.children())
         adam = {"optimizer": "adam", "lr": 0.001, "betas": (0.0, 0.9), "schedule": "constant"}
         return [
             Phase("body", first, of("body")),
@@ -379,6 +379,8 @@ def test_what_does_not_fit_is_told():
         fit(line_model(), Numbers(other=0), settings, task=Line())
 
     class Wrong(Line):
+        own: Any = None
+
         def phases(self, model, ctx):
             return [super().phases(model, ctx)[0]._replace(optimizer=self.own)]
 

@@ -362,7 +362,7 @@ def evaluate(
 
 
 def _evaluate_task(checkpoint: Path, task: str | None, texts: Sequence[str] | None, out: Path | None, seed: int,
-                   test_size: int, device: Any, root: Path | None, download: bool) -> None:  # fmt: skip
+                   test_size: int | None, device: Any, root: Path | None, download: bool) -> None:  # fmt: skip
     """Measure a run of another task than classification."""
     from .grid import measurements_of
     from .seeds import generator
@@ -371,7 +371,7 @@ def _evaluate_task(checkpoint: Path, task: str | None, texts: Sequence[str] | No
     from .tasks import Context, task_of
 
     model, settings = load_model(checkpoint, device=device, task=task)
-    settings = settings.with_(seed=seed, test_size=test_size or settings.test_size)
+    settings = settings.with_(seed=seed, test_size=settings.test_size if test_size is None else test_size)
     chosen = task_of(settings)
     data = load_data(settings, root=root, download=download).to(device)
     ctx = Context(settings, data, device, generator(seed, "measure", device=device))

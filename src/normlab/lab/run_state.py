@@ -241,7 +241,7 @@ def described(meta: dict[str, Any], source: object) -> None:
     data = meta.get("data")
     images = isinstance(data, dict) and "channels" in data  # what networks for images are built from
     wrong = wrong or (misfit(data, _IMAGES, "data") if images else "")
-    if not wrong and images:
+    if not wrong and images and data is not None:
         channels, mean, std = data["channels"], data["mean"], data["std"]
         if not data["classes"]:
             wrong = "data.classes is empty"

@@ -359,7 +359,7 @@ def data_key(settings: Settings) -> tuple[Any, ...]:
 
 
 def _checked_data(
-    grid: Sequence[Settings], measurements: Sequence[Measurement], **options: Any
+    grid: Sequence[Settings], measurements: Sequence[Any], **options: Any
 ) -> dict[tuple[Any, ...], Source]:
     """Load every data set of the grid, and build every network once.
 

@@ -179,16 +179,16 @@ def _nothing() -> Any:
 
 def _give(data: Source, ranks: Ranks) -> None:
     """Send data to the others; images in memory as tensors, all else as it is."""
-    if not isinstance(data, Data):
-        ranks.given(lambda: data)
+    if not isinstance(data, Data) or not isinstance(data.train.x, torch.Tensor):  # files are found where they are
+        ranks.given(lambda: (data, False))
         return
-    ranks.given(lambda: replace(data, train=_none_of(data.train), test=_none_of(data.test)))
+    ranks.given(lambda: (replace(data, train=_none_of(data.train), test=_none_of(data.test)), True))
     ranks.spread(_tensors(data), torch.device("cpu"))
 
 
 def _given(ranks: Ranks) -> Source:
-    data = ranks.given(_nothing)
-    return _filled(data, ranks.spread({}, torch.device("cpu"))) if isinstance(data, Data) else data
+    data, follow = ranks.given(_nothing)
+    return _filled(data, ranks.spread({}, torch.device("cpu"))) if follow else data
 
 
 def _none_of(images: Images) -> Images:

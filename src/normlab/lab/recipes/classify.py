@@ -18,6 +18,7 @@ from . import Batch, Context, Phase, Recipe
 __all__ = ["RECIPE", "Classify", "check_conditions"]
 
 _TEST_BATCH = 1000
+_TEST_VALUES = _TEST_BATCH * 3 * 64 * 64  # fewer images at once where they are larger
 
 
 class Classify(Recipe):
@@ -35,7 +36,8 @@ class Classify(Recipe):
 
         x, y = ctx.data.test
         sums = torch.zeros(2, device=ctx.device, dtype=widest(ctx.device))
-        for images, labels in zip(x.split(_TEST_BATCH), y.split(_TEST_BATCH), strict=True):
+        size = max(1, min(_TEST_BATCH, _TEST_VALUES // x.shape[1:].numel()))
+        for images, labels in zip(x.split(size), y.split(size), strict=True):
             logits = model(pixels(images)).float()
             correct = among(logits, labels, 1).sum()
             sums += torch.stack([correct, F.cross_entropy(logits, labels, reduction="sum")])
