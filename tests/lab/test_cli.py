@@ -293,6 +293,8 @@ def test_an_empty_path_is_none(normlab, trained, tmp_path):
         assert code == 2 and not out and "the path is empty" in err
     with pytest.raises(LabError, match="out is empty"):
         study.compare(["none"], out="")
+    with pytest.raises(LabError, match="the folder of the run is empty"):
+        study.train(trained.settings, "")
     assert not list(tmp_path.iterdir())
 
 
