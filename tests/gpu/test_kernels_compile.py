@@ -62,6 +62,7 @@ def compile_all() -> None:
     layers = [
         (normlab.SwitchNorm2d, "one"),
         (normlab.SwitchNorm2d, "several"),
+        (partial(normlab.SwitchNorm2d, weighting="projection"), "one"),
         (normlab.ModeNorm2d, "several"),
         (normlab.BatchNorm2d, "one"),
         (normlab.BatchNorm2d, "several"),

@@ -273,12 +273,12 @@ def move_running(
     _run_on_rows("move", 1, fixed, *tensors, numbers=numbers)
 
 
-def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
-    """SparsestMax along the last axis, or its logarithm, and its derivative, ``[..., K, K]``."""
+def sparsest(point: Tensor, radius: Tensor, free: bool) -> tuple[Tensor, Tensor]:
+    """SparsestMax along the last axis and its derivative, ``[..., K, K]``; the identity if it is ``free`` to be so."""
     point, k = point.contiguous(), point.shape[-1]
     out, slopes, points = torch.empty_like(point), point.new_empty((*point.shape, k)), point.numel() // k
     together = 4 if k <= 4 else 1
-    fixed = (points, (16 * torch.finfo(torch.float32).eps) ** 2, k, together, power(k), log)
+    fixed = (points, (16 * torch.finfo(torch.float32).eps) ** 2, k, together, power(k), free)
     _run_on_rows("sparsest", ceil(points, together), fixed, point, radius.contiguous(), out, slopes)
     return out, slopes
 
