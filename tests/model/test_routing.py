@@ -357,7 +357,7 @@ def test_a_model_under_ddp_is_routed_as_any_other(x, one_process):
         ({"branch": "main"}, r"Sequential has no separated layer \(one that takes a branch\).*convert"),
         ({"label": 3}, r"Sequential has no conditional layer \(one that takes a label\).*convert"),
         ({"style": torch.zeros(1, 3, 2, 2)}, r"Sequential has no style layer"),
-        ({}, r"nothing to route; pass branch=\.\.\., label=\.\.\. or style=\.\.\."),
+        ({}, r"nothing to route; pass branch=\.\.\., label=\.\.\., style=\.\.\. or mask=\.\.\."),
     ],
 )
 def test_a_route_that_reaches_nothing_is_refused(given, said):

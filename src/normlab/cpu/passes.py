@@ -18,7 +18,7 @@ Every function takes ``x`` of shape ``[N, C, *S]`` in any layout, and works on o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -29,14 +29,17 @@ from ..engine.cache import remembered
 from ..engine.coefficients import Gradients, compose, through_affine
 from ..engine.contract import Moments
 from ..engine.expression import plain_apply, plain_moments, row_sums, rows_view, spread_to_elements
+from ..engine.masks import bits, hide_
 from ..engine.numerics import FAR_IN_DEVIATIONS, at_least_float32, widest
 
 if TYPE_CHECKING:
     from ..engine.contract import Coefficients
+    from ..engine.masks import Mask
     from ..engine.rows import Rows
     from ..statistics.plans import Plan, Pooled
 
 _CHUNK = 1 << 20  # elements worked on at a time on the CPU, where a pass needs room for a copy
+_OUTLIER = 6.0  # deviations from the mean beyond which moments about a value of the row lose visible digits
 _TINY = 1e-30  # keeps the deviation of a constant row from being zero
 
 
@@ -91,10 +94,12 @@ def _like(t: Tensor, x: Tensor) -> Tensor:
 # --- forward ------------------------------------------------------------------------------------------------------
 
 
-def moments(x: Tensor, rows: Rows) -> Tensor:
+def moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> Tensor:
     """Mean and biased variance of every row, stacked ``[2, N, R]``: float32, or float64 where digits need it."""
     if not x.numel():
         return x.new_zeros((2, x.shape[0], rows.number), dtype=torch.promote_types(x.dtype, torch.float32))
+    if mask is not None:
+        return _moments_masked(x, rows, mask)
     if rows.cuts:
         return _moments_uneven(x, rows)
     if prod(x.shape[2:]) == rows.parts:  # one element a row
@@ -133,6 +138,56 @@ def _moments_uneven(x: Tensor, rows: Rows) -> Tensor:
         var = _sum_uneven(d.mul_(d), rows).div_(size).sub_(off * off).clamp_min_(0)
         moments_of.append((first + off, var))
     return torch.stack(_joined(moments_of))
+
+
+def _moments_masked(x: Tensor, rows: Rows, mask: Mask) -> Tensor:
+    """Moments of the values that count, about the first of them in each row.
+
+    Deviations from it are zero at padding, so the moments of whole rows are those of the values, times a factor.
+    """
+    n, spatial = x.shape[0], prod(x.shape[2:])
+    if x.device.type != "cpu" or spatial == 1:
+        wide = x if spatial > 1 else x.to(widest(x.device))
+        return torch.stack(plain_moments(wide, rows, mask))
+    view, last = _view(x, rows)
+    valid, samples = mask.valid.reshape(n, spatial), torch.arange(n)
+    first = valid.to(torch.uint8).argmax(1)
+    about = at_least_float32(view[samples, 0, first] if last else view[samples, :, first])
+    about = torch.where(mask.some, about, 0)
+    keep = _beside(bits(valid, about), last)
+    share = spatial / mask.counts.clamp_min(1).to(about.dtype)
+    of_rows = _moments_last if last else _moments_rows
+    for again in (True, False):
+        place = about.reshape(n, 1, 1, -1) if last else about.unsqueeze(2)
+        parts, room = [], None
+        for part in _parts(view):
+            room = torch.empty_like(view[part], dtype=about.dtype) if room is None else room
+            d = torch.sub(view[part], place[part], out=room[: view[part].shape[0]])
+            d.view(keep.dtype).bitwise_and_(keep[part])
+            parts.append(of_rows(d))
+        mean, deviation = (t.reshape(n, -1) for t in _joined(parts))
+        off = mean * share
+        var = ((deviation.square() + mean.square()) * share).sub_(off.square()).clamp_min_(_TINY)
+        deviation = var.sqrt()
+        if not again or not largest(off / deviation) > _OUTLIER:  # neither is NaN
+            break
+        about = about + off
+    var = torch.where(mask.some, var, 1)
+    mean = about + off
+    if x.dtype != torch.float64 and largest(mean / deviation) > FAR_IN_DEVIATIONS:
+        mean, var = about.double() + off, var.double()
+    return torch.stack((mean, var))
+
+
+def _beside(keep: Tensor, last: bool) -> Tensor:  # [N, s] to what broadcasts against a view
+    return keep.unsqueeze(1).unsqueeze(3) if last else keep.unsqueeze(1)
+
+
+def _parts(view: Tensor) -> Iterator[slice]:
+    """Slices of a few samples, so that a copy of one stays in the cache."""
+    step = _step(view)
+    for i in range(0, view.shape[0], step):
+        yield slice(i, i + step)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -204,9 +259,16 @@ def _column_sums(view: Tensor) -> Tensor:  # [n, parts, s, C] to [n, parts, C]
 
 
 def apply(
-    x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
+    x: Tensor,
+    rows: Rows,
+    standard: Coefficients,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Mask | None = None,
+    *,
+    far: bool,
 ) -> Tensor:
-    """``weight * ((x - center) * scale + shift) + bias`` in the dtype and layout of ``x``.
+    """``weight * ((x - center) * scale + shift) + bias`` in the dtype and layout of ``x``; zero at padding.
 
     ``far``: the center may be many standard deviations from zero.
     """
@@ -220,8 +282,9 @@ def apply(
     if rows.cuts:
         return _linear_uneven(x, rows, scale, -product if shift is None else shift - product)
     if far and (x.device.type != "cpu" or largest(product) > FAR_IN_DEVIATIONS):
-        return _apply_far(x, rows, center, scale, shift)
-    return _linear(x, rows, scale, -product if shift is None else shift - product)
+        y = _apply_far(x, rows, center, scale, shift)
+        return y if mask is None else hide_(y, mask.valid)
+    return _linear(x, rows, scale, -product if shift is None else shift - product, mask=mask)
 
 
 def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
@@ -236,8 +299,14 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
     return y.to(x.dtype)
 
 
-def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """``slope * x + offset``, plus ``plus[0] * plus[1]`` if given. ``plus[1]`` is like ``x``, all else is per row."""
+def _linear(
+    x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None,
+    mask: Mask | None = None,
+) -> Tensor:  # fmt: skip
+    """``slope * x + offset``, plus ``plus[0] * plus[1]`` if given. ``plus[1]`` is like ``x``, all else is per row.
+
+    Zero at padding.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     slope, offset = slope.to(wide), offset.to(wide)
     view, last = _view(x, rows)
@@ -250,24 +319,25 @@ def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Te
         factor = _to_last(plus[0].to(wide), rows) if last else plus[0].to(wide).unsqueeze(-1)
         other = _last_view(plus[1], rows) if last else rows_view(plus[1], rows)
     by_rows = not last and x.device.type == "cpu" and view.shape[2] > 1 and x.dtype == wide
-    if x.device.type != "cpu" or (plus is None and not by_rows) or x.dtype != wide:
+    if x.device.type != "cpu" or (plus is None and mask is None and not by_rows) or x.dtype != wide:
         y = torch.addcmul(offset, view, slope)
         y = y if factor is None or other is None else y.addcmul_(other, factor)
-        return (_from_last_view(y, x) if last else y.reshape(x.shape)).to(x.dtype)
-    if plus is None:
+        y = (_from_last_view(y, x) if last else y.reshape(x.shape)).to(x.dtype)
+        return y if mask is None else hide_(y, mask.valid)
+    if plus is None and mask is None:
         return _linear_rows(view, slope, offset).reshape(x.shape)
-    assert factor is not None and other is not None
+    keep = None if mask is None else _beside(bits(mask.valid.reshape(x.shape[0], -1), x), last)
     y = torch.empty_like(view)
-    step = _step(view)
-    for i in range(0, view.shape[0], step):
-        part = slice(i, i + step)
-        here = [t if t.shape[0] == 1 else t[part] for t in (slope, offset, factor)]
+    for part in _parts(view):
+        of_slope, of_offset = (t if t.shape[0] == 1 else t[part] for t in (slope, offset))
         if by_rows:
-            first = _linear_rows(view[part], here[0], here[1])
-            torch.addcmul(first, other[part], here[2], out=y[part])
+            first = _linear_rows(view[part], of_slope, of_offset)
         else:
-            torch.addcmul(here[1], view[part], here[0], out=y[part])
-            y[part].addcmul_(other[part], here[2])
+            first = torch.addcmul(of_offset, view[part], of_slope, out=y[part])
+        if factor is not None and other is not None:
+            first = torch.addcmul(first, other[part], factor if factor.shape[0] == 1 else factor[part], out=y[part])
+        if keep is not None:
+            torch.bitwise_and(first.view(keep.dtype), keep[part], out=y[part].view(keep.dtype))
     return _from_last_view(y, x) if last else y.reshape(x.shape)
 
 
@@ -314,8 +384,8 @@ def _linear_rows(view: Tensor, slope: Tensor, offset: Tensor) -> Tensor:  # [n, 
 # --- backward -----------------------------------------------------------------------------------------------------
 
 
-def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``."""
+def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
+    """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``; without padding."""
     center = at_least_float32(center)
     if not x.numel():
         return center.new_zeros(2, x.shape[0], rows.number).unbind(0)  # type: ignore[return-value]
@@ -323,7 +393,9 @@ def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor
         return _row_sums_uneven(dy, x, rows, center)
     view, last = _view(x, rows)
     near = center.to(torch.promote_types(x.dtype, torch.float32))
-    if last:
+    if mask is not None:
+        total, dot = _row_sums_masked(_last_view(dy, rows) if last else rows_view(dy, rows), view, rows, near, mask)
+    elif last:
         total, dot = _row_sums_last(_last_view(dy, rows).contiguous(), view, rows, near)
     else:
         total, dot = _row_sums_contiguous(rows_view(dy, rows), view, near.expand(x.shape[0], rows.number))
@@ -332,6 +404,22 @@ def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor
     # The sums are about the rounded center: correct them.
     total = total.to(center.dtype)
     return total, torch.addcmul(dot.to(center.dtype), total, near - center)
+
+
+def _row_sums_masked(
+    dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask
+) -> tuple[Tensor, Tensor]:  # views, a few samples at a time, with zeros in both at padding
+    last, n = x.dim() == 4, x.shape[0]
+    near, sums, rooms = center.expand(n, rows.number), [], None
+    keep = _beside(bits(mask.valid.reshape(n, -1), near), last)
+    for part in _parts(x):
+        if rooms is None:
+            rooms = [torch.empty_like(x[part], dtype=near.dtype) for _ in range(2)]
+        g, v = (room[: x[part].shape[0]] for room in rooms)
+        for t, out in ((dy[part], g), (x[part], v)):
+            torch.bitwise_and(t.to(near.dtype).view(keep.dtype), keep[part], out=out.view(keep.dtype))
+        sums.append(_row_sums_last(g, v, rows, near[part]) if last else _row_sums_contiguous(g, v, near[part]))
+    return _joined(sums)
 
 
 def _row_sums_uneven(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,9 +482,10 @@ def gradients(
     weight: Tensor | None,
     bias: Tensor | None,
     wanted: tuple[bool, bool],  # of weight and bias
+    mask: Mask | None = None,
 ) -> Gradients:
     """Gradients at the coefficients and the affine map of :func:`apply`."""
-    total, dot = _row_sums(dy, x, rows, standard.center)
+    total, dot = _row_sums(dy, x, rows, standard.center, mask)
     return through_affine(total, dot, rows, prod(x.shape[2:]), standard, weight, bias, wanted)
 
 
@@ -413,6 +502,7 @@ def input_gradient(
     offset: Tensor | None,
     slope: Tensor | None,
     mean: Tensor,
+    mask: Mask | None = None,
 ) -> Tensor:
     """``scale * dy + offset + slope * (x - mean)`` in the dtype and layout of ``x``. Terms of None are left out."""
     if not x.numel():
@@ -423,8 +513,8 @@ def input_gradient(
         offset = torch.zeros_like(scale) if offset is None else offset
         if rows.cuts:
             return _like(_linear_uneven(dy.to(x.dtype), rows, scale, offset), x)
-        return _linear(dy.to(x.dtype), rows, scale, offset)
+        return _linear(dy.to(x.dtype), rows, scale, offset, mask=mask)
     constant = -slope * mean if offset is None else offset - slope * mean
     if rows.cuts:
         return _linear_uneven(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy))
-    return _linear(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy))
+    return _linear(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy), mask)

@@ -71,7 +71,7 @@ def acceptable(
         held = [t.to(guard) for pooled in seen for t in (pooled.mean, 2 * pooled.var)]
         ok = torch.stack([torch.isfinite(t).all() for t in held]).all().reshape(1, 1)
     count = seen[0].count
-    if isinstance(segments.branch, Tensor) or (isinstance(count, Tensor) and count.shape[0] == 1):
+    if isinstance(segments.branch, Tensor) or isinstance(count, Tensor):  # some may have no value
         number = 1 if isinstance(segments.branch, int) else branches or 1
         _, _, present = _average_segments(*seen[0][:3], segments.branch, number)
         present = present.any(1, keepdim=True)
