@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..statistics.plans import Plan, Pooled
 
 _CHUNK = 1 << 20  # elements worked on at a time on the CPU, where a pass needs room for a copy
-_OUTLIER = 6.0  # deviations from the mean beyond which moments about a value of the row lose visible digits
+_NEAR = 6.0  # a mean so many deviations from zero that second moments about zero lose more than one digit
 _TINY = 1e-30  # keeps the deviation of a constant row from being zero
 
 
@@ -141,46 +141,50 @@ def _moments_uneven(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _moments_masked(x: Tensor, rows: Rows, mask: Mask) -> Tensor:
-    """Moments of the values that count, about the first of them in each row.
-
-    Deviations from it are zero at padding, so the moments of whole rows are those of the values, times a factor.
-    """
+    """Moments of the values that count; about their mean, where that is far enough from zero to cost digits."""
     n, spatial = x.shape[0], prod(x.shape[2:])
     if x.device.type != "cpu" or spatial == 1:
-        wide = x if spatial > 1 else x.to(widest(x.device))
-        return torch.stack(plain_moments(wide, rows, mask))
+        return torch.stack(plain_moments(x if spatial > 1 else x.to(widest(x.device)), rows, mask))
     view, last = _view(x, rows)
-    valid, samples = mask.valid.reshape(n, spatial), torch.arange(n)
-    first = valid.to(torch.uint8).argmax(1)
-    about = at_least_float32(view[samples, 0, first] if last else view[samples, :, first])
-    about = torch.where(mask.some, about, 0)
-    keep = _beside(bits(valid, about), last)
-    share = spatial / mask.counts.clamp_min(1).to(about.dtype)
-    of_rows = _moments_last if last else _moments_rows
-    for again in (True, False):
-        place = about.reshape(n, 1, 1, -1) if last else about.unsqueeze(2)
-        parts, room = [], None
-        for part in _parts(view):
-            room = torch.empty_like(view[part], dtype=about.dtype) if room is None else room
-            d = torch.sub(view[part], place[part], out=room[: view[part].shape[0]])
-            d.view(keep.dtype).bitwise_and_(keep[part])
-            parts.append(of_rows(d))
-        mean, deviation = (t.reshape(n, -1) for t in _joined(parts))
-        off = mean * share
-        var = ((deviation.square() + mean.square()) * share).sub_(off.square()).clamp_min_(_TINY)
-        deviation = var.sqrt()
-        if not again or not largest(off / deviation) > _OUTLIER:  # neither is NaN
-            break
-        about = about + off
-    var = torch.where(mask.some, var, 1)
-    mean = about + off
-    if x.dtype != torch.float64 and largest(mean / deviation) > FAR_IN_DEVIATIONS:
-        mean, var = about.double() + off, var.double()
-    return torch.stack((mean, var))
+    mean, var = _moments_about(view, last, mask, None)
+    if largest(mean / var.sqrt()) > _NEAR:
+        about, (off, var) = mean, _moments_about(view, last, mask, mean)
+        if x.dtype != torch.float64 and largest(about / var.sqrt()) > FAR_IN_DEVIATIONS:
+            about, var = about.double(), var.double()
+        mean = about + off
+    return torch.stack((mean, torch.where(mask.some, var, 1)))
 
 
-def _beside(keep: Tensor, last: bool) -> Tensor:  # [N, s] to what broadcasts against a view
-    return keep.unsqueeze(1).unsqueeze(3) if last else keep.unsqueeze(1)
+def _moments_about(view: Tensor, last: bool, mask: Mask, about: Tensor | None) -> tuple[Tensor, Tensor]:  # [N, R]
+    """Mean less ``about``, and variance, of the values that count: of whole rows with zeros at padding, but a factor."""
+    n, spatial, wide = view.shape[0], mask.valid[0].numel(), torch.promote_types(view.dtype, torch.float32)
+    place = None if about is None else about.reshape(n, 1, 1, -1) if last else about.unsqueeze(2)
+    keep, room, moments_of = _keep(mask, last, wide), _room(view, wide), []
+    for part in _parts(view):
+        d = _kept(view[part] if place is None else view[part] - place[part], keep[part], room)
+        moments_of.append(_moments_last(d) if last else _moments_rows(d))
+    share = spatial / mask.counts.clamp_min(1).to(wide)
+    mean, deviation = (t.reshape(n, -1) for t in _joined(moments_of))
+    off = mean * share
+    return off, ((deviation.square() + mean.square()) * share).sub_(off.square()).clamp_min_(_TINY)
+
+
+def _keep(mask: Mask, last: bool, dtype: torch.dtype) -> Tensor:
+    """Bits of the mask beside a view, as wide as ``dtype``."""
+    keep = bits(mask.valid.reshape(mask.valid.shape[0], 1, -1), dtype)
+    return keep.unsqueeze(3) if last else keep
+
+
+def _room(view: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a few samples of a view."""
+    return torch.empty_like(view[: _step(view)], dtype=dtype)
+
+
+def _kept(t: Tensor, keep: Tensor, room: Tensor) -> Tensor:
+    """A copy of some samples of a view in ``room``, with zeros where ``keep`` has no bits."""
+    out = room[: t.shape[0]]
+    torch.bitwise_and(t.to(out.dtype).view(keep.dtype), keep, out=out.view(keep.dtype))
+    return out
 
 
 def _parts(view: Tensor) -> Iterator[slice]:
@@ -319,25 +323,26 @@ def _linear(
         factor = _to_last(plus[0].to(wide), rows) if last else plus[0].to(wide).unsqueeze(-1)
         other = _last_view(plus[1], rows) if last else rows_view(plus[1], rows)
     by_rows = not last and x.device.type == "cpu" and view.shape[2] > 1 and x.dtype == wide
-    if x.device.type != "cpu" or (plus is None and mask is None and not by_rows) or x.dtype != wide:
+    if x.device.type != "cpu" or (plus is None and not by_rows) or x.dtype != wide:
         y = torch.addcmul(offset, view, slope)
         y = y if factor is None or other is None else y.addcmul_(other, factor)
         y = (_from_last_view(y, x) if last else y.reshape(x.shape)).to(x.dtype)
         return y if mask is None else hide_(y, mask.valid)
-    if plus is None and mask is None:
-        return _linear_rows(view, slope, offset).reshape(x.shape)
-    keep = None if mask is None else _beside(bits(mask.valid.reshape(x.shape[0], -1), x), last)
-    y = torch.empty_like(view)
+    if plus is None:
+        y = _linear_rows(view, slope, offset).reshape(x.shape)
+        return y if mask is None else hide_(y, mask.valid)
+    assert factor is not None and other is not None
+    y, keep = torch.empty_like(view), None if mask is None else _keep(mask, last, x.dtype)
     for part in _parts(view):
-        of_slope, of_offset = (t if t.shape[0] == 1 else t[part] for t in (slope, offset))
+        here = [t if t.shape[0] == 1 else t[part] for t in (slope, offset, factor)]
         if by_rows:
-            first = _linear_rows(view[part], of_slope, of_offset)
+            first = _linear_rows(view[part], here[0], here[1])
+            torch.addcmul(first, other[part], here[2], out=y[part])
         else:
-            first = torch.addcmul(of_offset, view[part], of_slope, out=y[part])
-        if factor is not None and other is not None:
-            first = torch.addcmul(first, other[part], factor if factor.shape[0] == 1 else factor[part], out=y[part])
+            torch.addcmul(here[1], view[part], here[0], out=y[part])
+            y[part].addcmul_(other[part], here[2])
         if keep is not None:
-            torch.bitwise_and(first.view(keep.dtype), keep[part], out=y[part].view(keep.dtype))
+            y[part].view(keep.dtype).bitwise_and_(keep[part])
     return _from_last_view(y, x) if last else y.reshape(x.shape)
 
 
@@ -406,20 +411,24 @@ def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask | No
     return total, torch.addcmul(dot.to(center.dtype), total, near - center)
 
 
-def _row_sums_masked(
-    dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask
-) -> tuple[Tensor, Tensor]:  # views, a few samples at a time, with zeros in both at padding
-    last, n = x.dim() == 4, x.shape[0]
-    near, sums, rooms = center.expand(n, rows.number), [], None
-    keep = _beside(bits(mask.valid.reshape(n, -1), near), last)
-    for part in _parts(x):
-        if rooms is None:
-            rooms = [torch.empty_like(x[part], dtype=near.dtype) for _ in range(2)]
-        g, v = (room[: x[part].shape[0]] for room in rooms)
-        for t, out in ((dy[part], g), (x[part], v)):
-            torch.bitwise_and(t.to(near.dtype).view(keep.dtype), keep[part], out=out.view(keep.dtype))
-        sums.append(_row_sums_last(g, v, rows, near[part]) if last else _row_sums_contiguous(g, v, near[part]))
-    return _joined(sums)
+def _row_sums_masked(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:  # views
+    """The same without padding, a few samples at a time.
+
+    There ``dy`` becomes zero. So must ``x`` where it is not finite, which is rare, and seen by the sums.
+    """
+    last, near = x.dim() == 4, center.expand(x.shape[0], rows.number)
+    keep, rooms = _keep(mask, last, near.dtype), [_room(x, near.dtype) for _ in range(2)]
+    total, dot = near, near
+    for keep_x in (x.device.type != "cpu", True):
+        sums = []
+        for part in _parts(x):
+            g = _kept(dy[part], keep[part], rooms[0])
+            v = _kept(x[part], keep[part], rooms[1]) if keep_x else x[part]
+            sums.append(_row_sums_last(g, v, rows, near[part]) if last else _row_sums_contiguous(g, v, near[part]))
+        total, dot = _joined(sums)
+        if keep_x or bool(dot.isfinite().all()):
+            break
+    return total, dot
 
 
 def _row_sums_uneven(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:

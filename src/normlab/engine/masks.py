@@ -108,14 +108,14 @@ def _of_resolution(several: Sequence[Any], x: Tensor) -> Any:
     )
 
 
-def bits(valid: Tensor, like: Tensor) -> Tensor:
-    """``valid`` as integers as wide as ``like``: all ones where True."""
-    return valid.to(_INTEGERS[like.element_size()]).neg_()
+def bits(valid: Tensor, dtype: torch.dtype) -> Tensor:
+    """``valid`` as integers as wide as ``dtype``: all ones where True."""
+    return valid.to(_INTEGERS[dtype.itemsize]).neg_()
 
 
 def hide_(t: Tensor, valid: Tensor) -> Tensor:
     """Zero in place where ``valid [N, 1, *S]`` is False; outside autograd."""
-    t.view(_INTEGERS[t.element_size()]).bitwise_and_(bits(valid, t))
+    t.view(_INTEGERS[t.element_size()]).bitwise_and_(bits(valid, t.dtype))
     return t
 
 
@@ -131,7 +131,9 @@ class _Hidden(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, valid: Tensor) -> Tensor:
         ctx.save_for_backward(valid)
         y = torch.empty_like(x)
-        torch.bitwise_and(x.view(_INTEGERS[x.element_size()]), bits(valid, x), out=y.view(_INTEGERS[x.element_size()]))
+        torch.bitwise_and(
+            x.view(_INTEGERS[x.element_size()]), bits(valid, x.dtype), out=y.view(_INTEGERS[x.element_size()])
+        )
         return y
 
     @staticmethod
