@@ -25,6 +25,7 @@ from .tiles import BLOCK, ceil, power, tiles
 
 if TYPE_CHECKING:
     from ..engine.contract import Coefficients
+    from ..engine.masks import Mask
     from ..engine.rows import Rows
     from ..statistics.plans import Plan
 
@@ -37,18 +38,26 @@ _LONG = 1 << 15
 
 @lru_cache(maxsize=1024)
 def _pass_launch(
-    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], join: bool = False
+    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], join: bool, masked: bool
 ) -> Launch:
-    return pass_launch(name, shape, join=join)
+    return pass_launch(name, shape, join=join, masked=masked)
 
 
-def _run_pass(name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
+def _run_pass(
+    name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,), join: bool = False,
+    masked: bool = False,
+) -> None:  # fmt: skip
     pointers = addresses(tensors)
     types, aligned = tuple([t.dtype for t in tensors]), tuple([p % 16 == 0 for p in pointers])
     with on_device(shape.device):
-        _pass_launch(name, shape, types, aligned)(tensors, pointers, numbers)
-        if name in ("moments", "sums") and tiles(shape, "sums").splits > 1:
-            _pass_launch(name, shape, types, aligned, True)(tensors, pointers, numbers)
+        _pass_launch(name, shape, types, aligned, join, masked)(tensors, pointers, numbers)
+
+
+def _run_sums(name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
+    """A pass that sums rows, and then joins the sums of their splits."""
+    _run_pass(name, shape, *tensors, numbers=numbers)
+    if tiles(shape, "sums").splits > 1:
+        _run_pass(name, shape, *tensors, numbers=numbers, join=True)
 
 
 @lru_cache(maxsize=4096)
@@ -76,10 +85,14 @@ def _floats(x: Tensor, *size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=x.device)
 
 
-def _partials(x: Tensor, shape: Shape) -> Tensor:
+def _partials(x: Tensor, shape: Shape, always: bool = False) -> Tensor:
     """Room for the sums of the splits of rows."""
     splits = tiles(shape, "sums").splits
-    return _floats(x, splits * 2 * shape.rows if splits > 1 else 1)
+    return _floats(x, splits * 2 * shape.rows if splits > 1 or always else 1)
+
+
+def _bytes_of(mask: Mask) -> Tensor:  # [N, S]
+    return mask.valid.reshape(mask.valid.shape[0], -1).contiguous().view(torch.uint8)
 
 
 def _run_on_uneven_rows(name: str, x: Tensor, rows: Rows, *tensors: Tensor) -> None:
@@ -90,7 +103,7 @@ def _run_on_uneven_rows(name: str, x: Tensor, rows: Rows, *tensors: Tensor) -> N
     _run_on_rows(name, n * r, fixed, *tensors, ends, warps=1 if block <= 128 else 4)
 
 
-def moments(x: Tensor, rows: Rows) -> Tensor:
+def moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> Tensor:
     if rows.cuts:
         stats = _floats(x, 2, x.shape[0], rows.number)
         _run_on_uneven_rows("uneven_moments", x, rows, x.contiguous(), stats)
@@ -98,7 +111,13 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
     x, channels_last = dense(x)
     shape = shape_of(x, rows, channels_last)
     stats = _floats(x, 2, shape.n, shape.width)
-    _run_pass("moments", shape, x, stats, _partials(x, shape), numbers=())
+    if mask is None:
+        _run_sums("moments", shape, x, stats, _partials(x, shape), numbers=())
+        return stats
+    counted = _bytes_of(mask)
+    tensors = (x, stats, _partials(x, shape, True), counted, counted.argmax(1), mask.counts)
+    for join in (False, True):
+        _run_pass("moments", shape, *tensors, numbers=(), join=join, masked=True)
     return stats
 
 
@@ -112,7 +131,14 @@ def _stacked(x: Tensor, rows: Rows, *coefficients: Tensor | None) -> Tensor:
 
 
 def apply(
-    x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
+    x: Tensor,
+    rows: Rows,
+    standard: Coefficients,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Mask | None = None,
+    *,
+    far: bool,
 ) -> Tensor:
     if rows.cuts:
         composed = compose(standard, rows, prod(x.shape[2:]), weight, bias)
@@ -133,7 +159,8 @@ def apply(
         tensors = (*standard, weight, bias, coefficients, *[None] * 5)
         _run_on_rows("compose", ceil(n * r, BLOCK), fixed, *tensors, numbers=(0.0, 0.0))
     y = torch.empty_like(x)
-    _run_pass("apply", shape_of(x, rows, channels_last), x, y, x, coefficients)
+    third = x if mask is None else _bytes_of(mask)
+    _run_pass("apply", shape_of(x, rows, channels_last), x, y, third, coefficients, masked=mask is not None)
     return y
 
 
@@ -153,10 +180,11 @@ def gradients(
     weight: Tensor | None,
     bias: Tensor | None,
     wanted: tuple[bool, bool],
+    mask: Mask | None = None,
 ) -> Gradients:
     n, r, spatial = x.shape[0], rows.number, prod(x.shape[2:])
     center, scale, shift = standard
-    total = _row_sums(dy, x, rows, center)
+    total = _row_sums(dy, x, rows, center, mask)
     if n * r >= _MANY_ROWS or rows.cuts:
         return on_rows.through_affine(total[0], total[1], rows, spatial, standard, weight, bias, wanted)
     per_sample = n > _TALL or any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
@@ -180,7 +208,8 @@ def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
     """Mean and variance of every pool."""
     n, r = stats.shape[1:]
     groups, batch = plan.groups, plan.pool.over_batch
-    if plan.trivial or not plan.simple or too_large(n, r, groups, batch) or not stats.numel():
+    whole = plan.simple and not isinstance(size, Tensor)
+    if plan.trivial or not whole or too_large(n, r, groups, batch) or not stats.numel():
         return plan.statistics(Moments(stats[0], stats[1], size))
     out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)
     mean, var = out.unbind()
@@ -241,6 +270,7 @@ def back_through_pools(
     """From the gradients at the statistics of pools to the offset and the slope of ``dx`` for every row."""
     n, r = stats.shape[1:]
     simple = stats.numel() and n * r < _MANY_ROWS and all(plan.simple for plan in plans)
+    simple = simple and not any(isinstance(seen.count, Tensor) for seen in pooled)  # as a mask leaves of each sample
     if not simple or all(g is None for pair in gradients for g in pair):
         return plans_of_pools.back_through_pools(plans, gradients, pooled, stats)
     out, add = torch.empty((3, n, r), dtype=torch.float32, device=stats.device), False
@@ -283,7 +313,7 @@ def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
     return out, slopes
 
 
-def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
+def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask | None) -> Tensor:
     """The sums of ``dy`` and of ``dy * (x - center)``, ``[2, N, R]``."""
     if rows.cuts:
         out = _floats(x, 2, x.shape[0], rows.number)
@@ -294,7 +324,13 @@ def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
     dy = in_layout_of(dy, x, channels_last)
     shape = shape_of(x, rows, channels_last)
     out = _floats(x, 2, shape.n, shape.width)
-    _run_pass("sums", shape, dy, x, x, x, out, _stacked(x, rows, center), _partials(x, shape))
+    about, partials = _stacked(x, rows, center), _partials(x, shape)
+    if mask is None:
+        _run_sums("sums", shape, dy, x, x, x, out, about, partials)
+        return out
+    _run_pass("sums", shape, dy, x, _bytes_of(mask), out, about, partials, masked=True)
+    if tiles(shape, "sums").splits > 1:
+        _run_pass("sums", shape, dy, x, x, x, out, about, partials, join=True)
     return out
 
 
@@ -306,6 +342,7 @@ def input_gradient(
     offset: Tensor | None,
     slope: Tensor | None,
     mean: Tensor,
+    mask: Mask | None = None,
 ) -> Tensor:
     about = None if slope is None else mean
     if rows.cuts:
@@ -319,5 +356,9 @@ def input_gradient(
     dy = x if dy is None else in_layout_of(dy, x, channels_last)  # likewise
     dx = torch.empty_like(x)
     coefficients = _stacked(x, rows, scale, slope, about, offset)
-    _run_pass("gradient", shape_of(x, rows, channels_last), dy, x, x, dx, coefficients, coefficients)
+    shape = shape_of(x, rows, channels_last)
+    if mask is None:
+        _run_pass("gradient", shape, dy, x, x, dx, coefficients, coefficients)
+    else:
+        _run_pass("gradient", shape, dy, x, _bytes_of(mask), dx, coefficients, masked=True)
     return dx

@@ -376,6 +376,10 @@ class Norm(nn.Module):
             elif choice_is_lost(scope := self._known_calls.scope):
                 with choice_scope(scope):
                     return self._run(x, label, branch, style, residual, extra, mask)
+        if mask is not None and self.statistics.per_position:  # no position sees another
+            hidden_residual = None if residual is None else hidden(residual, mask.valid)
+            y = self._run(hidden(x, mask.valid), label, branch, style, hidden_residual, extra)
+            return hidden(y, mask.valid)
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
         if mask is None and kernels_serve(x) and alike and not must_trace(x):
@@ -434,9 +438,7 @@ class Norm(nn.Module):
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...], mask: Mask | None
     ) -> Tensor:
         if self.statistics.per_position:
-            x = x if mask is None else hidden(x, mask.valid)
-            y = self.statistics.whole(x, *collapsed(self, label, branch, style, x), self.eps)
-            return y if mask is None else hidden(y, mask.valid)
+            return self.statistics.whole(x, *collapsed(self, label, branch, style, x), self.eps)
         spatial = prod(x.shape[2:])
         live_batch = self._uses_batch()
         rows, segments, plans = plans_of(self, x, spatial, branch, live_batch)
