@@ -142,7 +142,7 @@ def _moments_uneven(x: Tensor, rows: Rows) -> Tensor:
 
 def _moments_masked(x: Tensor, rows: Rows, mask: Mask) -> Tensor:
     """Moments of the values that count; about their mean, where that is far enough from zero to cost digits."""
-    n, spatial = x.shape[0], prod(x.shape[2:])
+    spatial = prod(x.shape[2:])
     if x.device.type != "cpu" or spatial == 1:
         return torch.stack(plain_moments(x if spatial > 1 else x.to(widest(x.device)), rows, mask))
     view, last = _view(x, rows)
@@ -156,7 +156,7 @@ def _moments_masked(x: Tensor, rows: Rows, mask: Mask) -> Tensor:
 
 
 def _moments_about(view: Tensor, last: bool, mask: Mask, about: Tensor | None) -> tuple[Tensor, Tensor]:  # [N, R]
-    """Mean less ``about``, and variance, of the values that count: of whole rows with zeros at padding, but a factor."""
+    """Mean less ``about``, and variance, of the values that count: from whole rows, zero at padding."""
     n, spatial, wide = view.shape[0], mask.valid[0].numel(), torch.promote_types(view.dtype, torch.float32)
     place = None if about is None else about.reshape(n, 1, 1, -1) if last else about.unsqueeze(2)
     keep, room, moments_of = _keep(mask, last, wide), _room(view, wide), []

@@ -92,8 +92,9 @@ def plain_moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> tuple[Tens
     """Mean and biased variance of every row, ``[N, R]`` each, in float32 or float64."""
     wide = at_least_float32(x)
     if mask is not None:
-        valid, count = mask.valid.reshape(x.shape[0], 1, -1), mask.counts.clamp_min(1)
-        wide = torch.where(valid, wide.reshape(*x.shape[:2], -1), 0)
+        n, spatial, count = x.shape[0], prod(x.shape[2:]), mask.counts.clamp_min(1)
+        valid = mask.valid.reshape(n, 1, spatial)
+        wide = torch.where(valid, wide.reshape(n, x.shape[1], spatial), 0)
         mean = wide.sum(2) / count
         var = torch.where(valid, wide - mean.unsqueeze(2), 0).square().sum(2) / count
         return mean, torch.where(mask.some, var, 1)  # a row without values divides by no zero

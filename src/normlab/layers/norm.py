@@ -377,9 +377,13 @@ class Norm(nn.Module):
                 with choice_scope(scope):
                     return self._run(x, label, branch, style, residual, extra, mask)
         if mask is not None and self.statistics.per_position:  # no position sees another
-            hidden_residual = None if residual is None else hidden(residual, mask.valid)
-            y = self._run(hidden(x, mask.valid), label, branch, style, hidden_residual, extra)
-            return hidden(y, mask.valid)
+            residual = None if residual is None else hidden(residual, mask.valid)
+            if self.eps:
+                x = hidden(x, mask.valid)
+            else:  # a position of zeros would have no deviation to divide by
+                ramp = torch.linspace(1, 2, x.shape[1], dtype=x.dtype, device=x.device)
+                x = torch.where(mask.valid, x, ramp.reshape(-1, *(1,) * (x.dim() - 2)))
+            return hidden(self._run(x, label, branch, style, residual, extra), mask.valid)
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
         if mask is None and kernels_serve(x) and alike and not must_trace(x):

@@ -78,11 +78,10 @@ def _join_moments(
     some = count > 0.0
     count = tl.maximum(count, 1.0)
     place = tl.load(first + n, mask=ok, other=0)
+    at = q.to(tl.int64) * s + place
     if UNIT == 0:
-        place = (n.to(tl.int64) * s + place) * C + q % C
-    else:
-        place = q.to(tl.int64) * s + place
-    about = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
+        at = (n.to(tl.int64) * s + place) * C + q % C
+    about = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
     off = tl.sum(total, 0) / count
     var = tl.maximum(tl.sum(square, 0) / count - off * off, 0.0)
     tl.store(stats + q, tl.where(some, about + off, 0.0), mask=ok)
