@@ -79,8 +79,8 @@ def compile_all() -> None:
         x = torch.randn(2, 32, 128 if last else 16, 128, dtype=dtype)
         x = (x.contiguous(memory_format=torch.channels_last) if last else x).requires_grad_()
         with normlab.backend("triton", host="python"):
-            y = normlab.SwitchNorm2d(32)(x, mask=torch.ones_like(x[:, 0], dtype=torch.bool))
-            y.backward(torch.zeros_like(x))
+            mask = torch.ones_like(x[:, 0], dtype=torch.bool)
+            normlab.SwitchNorm2d(32)(x, mask=mask).backward(torch.zeros_like(x))
     for make, launches in layers:
         for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):
             x = torch.randn(2, 32, 128 if last else 16, 128, dtype=dtype)
@@ -101,7 +101,7 @@ def test_every_kernel_compiles(tmp_path: Path):
     assert set(found) == {
         "forward", "backward", "forward_in_parts", "backward_in_parts", "moments", "apply", "sums", "gradient", "join",
         "pool_columns", "pool_groups", "compose", "through_affine", "fold", "back", "move", "sparsest",
-        "masked_moments", "masked_sums", "masked_apply", "masked_gradient",
+        "masked_moments", "masked_sums", "masked_apply", "masked_gradient", "masked_pool",
         "uneven_moments", "uneven_apply", "uneven_sums", "uneven_gradient", "uneven_total",
     }  # fmt: skip
     assert sum(found.values()) == len(run.stdout.splitlines())

@@ -404,3 +404,33 @@ def test_single_values_of_samples():
     assert not normlab.InstanceNorm1d(4)(x, mask=torch.tensor([0, 0])).any()
     assert normlab.BatchNorm1d(4)(x, mask=torch.tensor([1, 1])).isfinite().all()
     assert not normlab.BatchNorm1d(4).eval()(x, mask=torch.tensor([0, 0])).any()
+
+
+@pytest.mark.parametrize("way", ["transposed", "sliced", "expanded", "none"])
+@pytest.mark.parametrize("name", ["batch", "switch", "positional", "modes"])
+def test_inputs_that_are_not_dense_or_empty(name: str, way: str):
+    case = by_id(name)
+    if way == "transposed":
+        x = torch.randn(6, 4, 5, 16).transpose(1, 3)
+    elif way == "sliced":
+        x = torch.randn(6, 16, 9, 9)[:, :, 1:6, ::2]
+    else:
+        x = torch.randn(1 if way == "expanded" else 0, 16, 5, 4).expand(6 if way == "expanded" else 0, -1, -1, -1)
+    layer = case.build().float()
+    twin, mask = copy.deepcopy(layer), torch.rand(x.shape[0], *x.shape[2:]) < 0.5
+    found = []
+    for given in (x, x.contiguous()):
+        leaf = given.detach().requires_grad_()
+        y = (layer if given is x else twin)(leaf, mask=mask)
+        found.append((y, *torch.autograd.grad(y, leaf, torch.ones_like(y))))
+    for mine, want in zip(*found, strict=True):
+        assert_close(mine, want)
+    for mine, want in zip(layer.buffers(), twin.buffers(), strict=True):
+        assert_close(mine, want)
+
+
+def test_an_exported_layer_takes_a_mask():
+    layer, x = normlab.BatchNorm1d(8).eval(), torch.randn(3, 8, 9)
+    mask = torch.arange(9) < torch.tensor([[9], [0], [4]])
+    program = torch.export.export(layer, (x,), {"mask": mask}).module()
+    assert_close(program(x, mask=~mask), layer(x, mask=~mask))

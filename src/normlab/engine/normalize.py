@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import must_trace, passes_for
+from .backends import kernels_serve, must_trace, passes_for
 from .coefficients import Gradients, check_coefficients, unpack
 from .contract import Coefficients, Moments, Passes, Rule
 from .expression import differentiate_plain, plain, plain_moments, wants_plain
@@ -120,7 +120,9 @@ class _Normalize(torch.autograd.Function):
             stats = passes.moments(x, rows, mask)
         else:
             stats = x.new_zeros((2, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        if hasattr(rule, "gradient"):
+        # Kernels pool what a mask leaves. The closed gradient pools by torch operators, and many of them.
+        closed = hasattr(rule, "gradient") and not (mask is not None and kernels_serve(x))
+        if closed:
             wide = (t.to(stats.dtype) for t in tensors)
             (standard, seen), recording = unpack(rule(Moments(stats[0], stats[1], size), *wide)), None
         else:

@@ -17,7 +17,7 @@ from ..engine.coefficients import Gradients, compose, like_affine
 from ..engine.contract import Moments
 from ..statistics import plans as plans_of_pools
 from ..statistics.plans import Pooled
-from .kernels import around_rule, sparsestmax, uneven_rows
+from .kernels import around_rule, masked, sparsestmax, uneven_rows
 from .launch import Launch, addresses, on_device
 from .shapes import Shape, dense, in_layout_of, shape_of
 from .single_passes import pass_launch
@@ -64,7 +64,7 @@ def _run_sums(name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, .
 def _launch_on_rows(
     name: str, grid: int, fixed: tuple[Any, ...], device: int, types: Any, aligned: tuple[bool, ...], warps: int
 ) -> Launch:
-    modules = (around_rule, uneven_rows, sparsestmax)
+    modules = (around_rule, uneven_rows, sparsestmax, masked)
     kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
     return Launch(kernel, grid, fixed, device, warps=warps)
 
@@ -208,9 +208,14 @@ def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
     """Mean and variance of every pool."""
     n, r = stats.shape[1:]
     groups, batch = plan.groups, plan.pool.over_batch
-    whole = plan.simple and not isinstance(size, Tensor)
-    if plan.trivial or not whole or too_large(n, r, groups, batch) or not stats.numel():
+    if plan.trivial or not plan.simple or too_large(n, r, groups, batch) or not stats.numel():
         return plan.statistics(Moments(stats[0], stats[1], size))
+    if isinstance(size, Tensor):  # [N, 1], under a mask
+        found, width = _floats(stats, 3, 1 if batch else n, groups), r // groups
+        samples = min(power(n), 128 if width == 1 else 32) if batch else 1
+        fixed = (n, r, groups, batch, samples, min(power(width), 1024 // samples))
+        _run_on_rows("masked_pool", found[0].numel(), fixed, stats, size, *found)
+        return Pooled(*found)
     out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)
     mean, var = out.unbind()
     name, programs, fixed = pool_launch(n, r, groups, batch)
@@ -270,20 +275,22 @@ def back_through_pools(
     """From the gradients at the statistics of pools to the offset and the slope of ``dx`` for every row."""
     n, r = stats.shape[1:]
     simple = stats.numel() and n * r < _MANY_ROWS and all(plan.simple for plan in plans)
-    simple = simple and not any(isinstance(seen.count, Tensor) for seen in pooled)  # as a mask leaves of each sample
     if not simple or all(g is None for pair in gradients for g in pair):
         return plans_of_pools.back_through_pools(plans, gradients, pooled, stats)
     out, add = torch.empty((3, n, r), dtype=torch.float32, device=stats.device), False
     for plan, (d_mean, d_var), seen in zip(plans, gradients, pooled, strict=True):
         if d_mean is None and d_var is None:
             continue
-        assert not isinstance(seen.count, Tensor)
+        count = seen.count
+        if isinstance(count, Tensor):  # under a mask
+            whole, count = count.clamp_min(1), 1.0
+            d_mean, d_var = (None if d is None else d / whole for d in (d_mean, d_var))
         fixed = (
             0, 0, n, r, plan.groups, 0 if plan.pool.over_batch else plan.groups, *strides(d_mean), *strides(d_var),
             d_mean is not None, d_var is not None, plan.trivial, add, False, BLOCK,
         )  # fmt: skip
         tensors = (stats, out, seen.mean, d_mean, d_var)
-        _run_on_rows("back", ceil(n * r, BLOCK), fixed, *tensors, numbers=(float(max(seen.count, 1)),))
+        _run_on_rows("back", ceil(n * r, BLOCK), fixed, *tensors, numbers=(float(max(count, 1)),))
         add = True
     return out[2], out[0]
 
