@@ -132,7 +132,7 @@ def _moments_uneven(x: Tensor, rows: Rows) -> Tensor:
     size = _lengths(rows.lengths, 1)
     first = _sum_uneven(x[:1].reshape(1, whole).to(wide), rows) / size
     about, moments_of = spread_to_elements(first, rows), []
-    for v in x.split(_step_uneven(x)):
+    for v in x.split(_step(x)):
         d = v.reshape(-1, whole) - about
         off = _sum_uneven(d, rows) / size
         var = _sum_uneven(d.mul_(d), rows).div_(size).sub_(off * off).clamp_min_(0)
@@ -215,7 +215,8 @@ def _chunks(t: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def _step(view: Tensor) -> int:
-    if view.numel() <= 2 * _CHUNK:
+    """How many samples are worked on at a time."""
+    if view.numel() <= 2 * _CHUNK or view.device.type != "cpu":
         return max(1, view.shape[0])
     return max(1, _CHUNK * view.shape[0] // max(view.numel(), 1))
 
@@ -353,7 +354,7 @@ def _linear_uneven(
     n, whole, wide = x.shape[0], rows.cuts[-1], torch.promote_types(x.dtype, torch.float32)
     given = (slope, offset) if plus is None else (slope, offset, plus[0])
     spread = [_spread_once(t.to(wide), rows) for t in given]
-    y, step = x.new_empty(n, whole), _step_uneven(x)
+    y, step = x.new_empty(n, whole), _step(x)
     for i in range(0, n, step):
         part = slice(i, i + step)
         y_part = torch.addcmul(spread[1](part), x[part].reshape(-1, whole).to(wide), spread[0](part))
@@ -362,11 +363,6 @@ def _linear_uneven(
         y[part] = y_part
     y = y.reshape(x.shape)
     return y if x.is_contiguous() else _like(y, x)
-
-
-def _step_uneven(x: Tensor) -> int:
-    """How many samples are worked on at a time."""
-    return _step(x) if x.device.type == "cpu" else x.shape[0]
 
 
 def _spread_once(t: Tensor, rows: Rows) -> Callable[[slice], Tensor]:
@@ -432,7 +428,7 @@ def _row_sums_masked(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Ma
 
 
 def _row_sums_uneven(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
-    about, step, sums = _spread_once(center, rows), _step_uneven(x), []
+    about, step, sums = _spread_once(center, rows), _step(x), []
     for i in range(0, x.shape[0], step):
         part = slice(i, i + step)
         g = dy[part].reshape(-1, rows.cuts[-1]).to(center.dtype)
@@ -461,7 +457,7 @@ def _row_sums_last(
         total, dot = _sums_one_by_one(at_least_float32(dy), at_least_float32(x), rows, center)
     else:
         about, sums = _to_last(center, rows), []
-        step = x.shape[0] if x.device.type != "cpu" else _step(x)
+        step = _step(x)
         for i in range(0, x.shape[0], step):
             part = slice(i, i + step)
             g = at_least_float32(dy[part])

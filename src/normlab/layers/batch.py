@@ -19,7 +19,7 @@ from ..statistics.registry import register
 from ..statistics.renorm import Renorm
 from ..statistics.single import Single
 from .checks import as_node, check_input
-from .conditions import routed_mask
+from .conditions import current
 from .norm import Norm
 
 __all__ = [
@@ -191,7 +191,7 @@ class KalmanNorm(Norm):
         if isinstance(x, Proxy):
             return as_node(self, x, {"prior": prior, "mask": mask})
         check_input(self, x)
-        mask = routed_mask(self) if mask is None else mask
+        mask = current(self).mask if mask is None else mask
         mask = None if mask is None else read_mask(mask, x)
         if prior is None:
             return self._run(x, None, 0, None, mask=mask)

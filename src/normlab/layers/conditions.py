@@ -125,17 +125,8 @@ _TRACED = tuple(int(v) for v in torch.__version__.split(".")[:2]) >= (2, 15)
 _last: list[RouteScope] = [route_scope.get()]
 
 
-# Whether a mask was ever routed in this process. Until then, layers that take no condition look for no route.
-_masks_routed = [False]
-
-
-def masks_are_routed() -> None:
-    _masks_routed[0] = True
-
-
-def routed_mask(layer: nn.Module) -> Any:
-    """The mask that is routed to ``layer`` here and now."""
-    return current(layer).mask if _masks_routed[0] else None
+# Not empty once a mask was routed in this process. Until then, layers that take no condition look for no route.
+MASKS_ROUTED: list[bool] = []
 
 
 def set_scope(scope: RouteScope) -> None:

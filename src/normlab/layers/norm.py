@@ -34,7 +34,7 @@ from .checks import (
     check_last_axis,
     check_residual,
 )
-from .conditions import conditions, first_condition, plain_condition, routed_mask
+from .conditions import MASKS_ROUTED, conditions, current, first_condition, plain_condition
 from .memory import KnownCalls, Processes, layout_of
 from .running_state import AXES, check_run_shape, observe_batch, plans_of, set_run_shape, sources_of, update_in_kernel
 from .state_dict import complete_state, order_branches
@@ -285,8 +285,8 @@ class Norm(nn.Module):
         if isinstance(x, Proxy):
             given = {"condition": condition, "label": label, "branch": branch, "style": style}
             return as_node(self, x, given | {"residual": residual, "mask": mask})
-        if mask is None:
-            mask = routed_mask(self)
+        if mask is None and MASKS_ROUTED:
+            mask = current(self).mask
         if not self._surrounds:
             return self._normalize(x, condition, label, branch, style, residual, mask)
         statistics = self.statistics

@@ -14,15 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..engine.messages import check_model, words
-from ..layers.conditions import (
-    NO_ROUTE,
-    RouteScope,
-    branch_index,
-    label_index,
-    masks_are_routed,
-    route_scope,
-    set_scope,
-)
+from ..layers.conditions import MASKS_ROUTED, NO_ROUTE, RouteScope, branch_index, label_index, route_scope, set_scope
 
 
 class route:
@@ -78,7 +70,7 @@ class route:
 
     def __enter__(self) -> route:
         if "mask" in self._given:
-            masks_are_routed()
+            MASKS_ROUTED[:] = [True]
         outer = route_scope.get()
         table = dict(outer.table)
         for layer in self._layers:
