@@ -24,6 +24,8 @@ def pass_launch(
     row. Moments, and the coefficients of ``gradient``, begin ``at`` in their buffer. ``masked`` takes a mask as well.
     """
     t = tiles(shape, name if name in PASSES else "write")
+    if masked and name == "moments" and shape.unit > 0 and t.second < shape.s:
+        t = t._replace(second=4 * t.second)  # a long row: with smaller tiles, programs wait for memory
     sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
     fixed = (*sizes, shape.unit, t.first, t.second)
     programs = ceil(shape.rows * (2 if name == "sums" else 1), JOINED) if join else t.programs

@@ -13,6 +13,7 @@ from .passes import apply_pass, gradient_pass, keep_last, keep_rows, load_last, 
 
 _SIZES = ["N", "per_split", "splits"]
 _SPLITS = tl.constexpr(16)  # splits of a row that are joined at once
+_STAGES = tl.constexpr(6)  # channels last: tiles in flight
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _moments_last(
     square = tl.zeros((BS, BC), tl.float32)
     low = split * per_split
     high = tl.minimum(low + per_split, s)
-    for start in range(low, high, BS):
+    for start in tl.range(low, high, BS, num_stages=_STAGES):
         j = start + tl.arange(0, BS)
         v, ok = load_last(x, n, j, high, s, c, C)
         d = tl.where(keep_last(mask, n, j, high, s) & ok, v - about[None, :], 0.0)
