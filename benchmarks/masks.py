@@ -84,6 +84,10 @@ def main() -> None:
     shapes = [shapes[i] for i in arguments.shapes] if arguments.shapes else shapes
     here = machine(torch.cuda.get_device_name() if on_cuda else cpu(), arguments.commit)
     if on_cuda:
+        try:
+            normlab.build_host()
+        except RuntimeError as error:
+            print(error)
         print(normlab.host_status())
     keep_freed_memory()
     torch.manual_seed(0)
