@@ -21,7 +21,19 @@ import normlab
 from _results import cpu, machine, read, write
 from layers import CASES, keep_freed_memory, seconds
 
-NAMES = ["batch", "switchable", "layer", "group", "instance", "conditional", "positional", "mode", "meta", "rms"]
+NAMES = [
+    "batch",
+    "switchable",
+    "layer",
+    "group",
+    "instance",
+    "conditional",
+    "positional",
+    "layer_last",
+    "mode",
+    "meta",
+    "rms",
+]
 ON_CPU = [(16, 64, 56, 56), (8, 64, 112, 112), (8, 256, 56, 56)]
 ON_CUDA = [(64, 64, 112, 112), (64, 256, 56, 56), (64, 1024, 14, 14), (256, 256, 56, 56)]
 
