@@ -11,7 +11,8 @@ Every check of the suite loops over this table. A new normalizer is a new row.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ import normlab
 from normlab import Coefficients, Pool, Statistics, StyleMoments
 
 __all__ = [
-    "BRANCHES", "CASES", "LEGAL", "SPACES", "Case", "Expected", "assert_near", "by_id", "leaves", "values", "where",
-    "widen",
+    "BRANCHES", "CASES", "LEGAL", "SPACES", "Case", "Expected", "assert_near", "by_id", "leaves", "values",
+    "values_alone", "where", "widen",
 ]  # fmt: skip
 
 BRANCHES = ("main", "aux", "third")
@@ -110,16 +111,37 @@ class Pooled(NamedTuple):
         return t[self.where.at]
 
 
+_alone: list[Tensor] = []  # the positions whose values are pooled, [N, 1, *S]; none: all
+
+
+@contextmanager
+def values_alone(valid: Tensor) -> Iterator[None]:
+    """Inside, formulas see the values where ``valid [N, 1, *S]`` is True, and no others."""
+    _alone.append(valid)
+    try:
+        yield
+    finally:
+        _alone.pop()
+
+
 def pooled(x: Tensor, where: Addresses, weight: Tensor | None = None) -> Pooled:
     """Mean, biased variance and count of every statistic; ``weight``, like ``x``, counts values in part."""
-    index = where.at.flatten()
-    weight = torch.ones_like(x) if weight is None else weight.expand_as(x)
+    there = _alone[-1].expand_as(x) if _alone else torch.ones_like(x, dtype=torch.bool)
+    index, seen = where.at[there], x[there]
+    share = torch.ones_like(seen) if weight is None else weight.expand_as(x)[there]
     zero = x.new_zeros(where.number)
-    count = zero.index_add(0, index, weight.flatten())
-    mean = zero.index_add(0, index, (weight * x).flatten()) / count
-    centred = x - mean[where.at]
-    var = zero.index_add(0, index, (weight * centred.square()).flatten()) / count
+    count = zero.index_add(0, index, share)
+    whole = torch.where(count > 0, count, 1)  # a statistic that no value has
+    mean = zero.index_add(0, index, share * seen) / whole
+    var = zero.index_add(0, index, share * (seen - mean[index]).square()) / whole
     return Pooled(mean, var, count, where)
+
+
+def of_instances(x: Tensor) -> tuple[Tensor, Tensor]:  # [N, C] each
+    """The mean and the mean square of each channel of each sample."""
+    seen = pooled(x, addresses(x, "instance"))
+    mean, var = (t.reshape(x.shape[:2]) for t in seen[:2])
+    return mean, var + mean.square()
 
 
 # --- running statistics -------------------------------------------------------------------------------------------
@@ -341,7 +363,7 @@ def modes(number: int, pool: str = "batch") -> Formula:
 
     def standardize(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
         n, c = x.shape[:2]
-        gates = (x.reshape(n, c, -1).mean(2) @ p["gate_weight"].T + p["gate_bias"]).softmax(1)  # [N, K]
+        gates = (of_instances(x)[0] @ p["gate_weight"].T + p["gate_bias"]).softmax(1)  # [N, K]
         branch = branch_of(given, n)
         y = torch.zeros_like(x)
         seen: list[Pooled] = []
@@ -422,7 +444,7 @@ filter_response = replace(root_mean_square("instance", "filter_response"), finis
 
 
 def _global_response(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
-    norms = x.flatten(2).square().mean(2).sqrt()  # [N, C]
+    norms = of_instances(x)[1].clamp_min(1e-300).sqrt()  # [N, C]; the root has no slope at zero
     share = norms / (norms.sum(1, keepdim=True) / x.shape[1] + EPS)
     return Standard(x + beside(p["response_weight"] * share, x) * x + beside(p["response_bias"], x))
 

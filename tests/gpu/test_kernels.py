@@ -65,16 +65,25 @@ def on_device(given: dict[str, Any]) -> dict[str, Any]:
     return {k: move(v) for k, v in given.items()}
 
 
-def compare(case: Case, x: Tensor, dy: Tensor, training: bool, layer: nn.Module | None = None) -> None:
+def compare(
+    case: Case, x: Tensor, dy: Tensor, training: bool, layer: nn.Module | None = None, mask: Tensor | None = None,
+    near: dict[str, Any] = SAME,
+) -> None:  # fmt: skip
+    def call(layer: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+        masked: dict[str, Any] = {} if mask is None else {"mask": mask}
+        return layer(x, given["prior"], **masked) if "prior" in given else layer(x, **given, **masked)
+
     both = []
+    if mask is not None:
+        x, dy = (torch.where(mask.unsqueeze(1), t, torch.nan) for t in (x, dy))
     for name in ("torch", "triton"):
         made = (case.build(dtype=torch.float32) if layer is None else layer).to(DEVICE).train(training)
         torch.manual_seed(3)
         given = on_device(case.give(x.cpu()))
-        both.append(run(name, made, x, dy, case.call, given))
+        both.append(run(name, made, x, dy, call, given))
     assert both[0].keys() == both[1].keys()
     for name, value in both[0].items():
-        assert_close(both[1][name], value, **SAME, msg=lambda m, name=name: f"{name}: {m}")
+        assert_close(both[1][name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
     assert both[1]["y"].stride() == both[0]["y"].stride()
 
 
@@ -86,6 +95,52 @@ def test_kernels_agree_with_torch(case: Case, training: bool):
     layout = torch.channels_last if training else torch.contiguous_format
     x = case.input(dtype=torch.float32).to(DEVICE).contiguous(memory_format=layout)
     compare(case, x, torch.randn_like(x), training)
+
+
+def lengths_of(x: Tensor) -> Tensor:  # [N, H, W]
+    """Of each sample some columns count; of one all, and none of the next."""
+    n, h, w = x.shape[0], *x.shape[2:]
+    columns = torch.arange(n).add(1).remainder(w).clamp_min(1)
+    columns[:2] = torch.tensor([w, 0])
+    return (torch.arange(w) < columns.unsqueeze(1)).unsqueeze(1).expand(n, h, w).to(x.device)
+
+
+MASKED = [case for case in CASES if not any(p.crosses_channels(case.channels) for p in case.build().statistics.pools)]
+
+
+@pytest.mark.usefixtures("watched_integers")
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.id)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_masked_kernels_agree_with_torch(case: Case, training: bool):
+    layout = torch.channels_last if training else torch.contiguous_format
+    x = case.input(dtype=torch.float32).to(DEVICE).contiguous(memory_format=layout)
+    compare(case, x, torch.randn_like(x), training, mask=lengths_of(x))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (33, 70), (70, 70)], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masked_sizes_of_several_blocks(layout: torch.memory_format, size: tuple[int, int], dtype: torch.dtype):
+    """Each sum is of many tiles, and rows are split."""
+    case = next(c for c in CASES if c.id == "switch-layer-and-batch")
+    x = (torch.randn(4, 16, *size) + 3).to(DEVICE, dtype).contiguous(memory_format=layout)
+    mask = torch.ones(4, *size, dtype=torch.bool) if size == (1, 1) else lengths_of(x)
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.04}
+    compare(case, x, torch.randn_like(x), True, mask=mask.to(DEVICE), near=near)
+
+
+def test_a_batch_that_a_mask_hides_changes_nothing():
+    """On a GPU nothing is refused, because nobody looks: the output is zero, and running statistics stay."""
+    layer = normlab.SwitchNorm2d(4).to(DEVICE)
+    x = torch.full((2, 4, 3, 3), torch.nan, device=DEVICE, requires_grad=True)
+    before = {n: b.clone() for n, b in layer.named_buffers()}
+    mask = torch.zeros(2, 3, 3, dtype=torch.bool, device=DEVICE)
+    with normlab.backend("triton"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("normlab.layers.norm.check_counts", lambda *_: None)
+        y = layer(x, mask=mask)
+        found = torch.autograd.grad(y, (x, *layer.parameters()), torch.ones_like(y))
+    assert not y.any() and all(not g.any() for g in found)
+    assert all(torch.equal(b, before[n]) for n, b in layer.named_buffers())
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 7), (33, 70)], ids=str)

@@ -66,7 +66,19 @@ def one_for_all(start: int, end: int, rank: int) -> dict[str, Any]:
     return {"branch": "aux"}
 
 
+def positions(start: int, end: int, rank: int) -> dict[str, Any]:
+    """A mask that hides the first sample, and more and less of the others: counts differ on each rank."""
+    number = torch.arange(start, end) * 5 % 13
+    return {"mask": (torch.arange(12) < number.unsqueeze(1)).reshape(-1, 4, 3)}
+
+
 CASES: dict[str, Case] = {
+    "masked": Case(lambda: normlab.BatchNorm2d(6), along=positions),
+    "masked switchable": Case(lambda: normlab.SwitchNorm2d(6), along=positions),
+    "masked modes": Case(lambda: normlab.ModeNorm2d(6), along=positions),
+    "masked branches": Case(
+        lambda: normlab.AuxiliaryBatchNorm2d(6, BRANCHES), along=lambda *a: positions(*a) | mixed(*a)
+    ),
     "batch": Case(lambda: normlab.BatchNorm2d(6)),
     "batch, vectors": Case(lambda: normlab.BatchNorm1d(6), (6,)),
     "batch, untracked": Case(lambda: normlab.BatchNorm2d(6, track_running_stats=False)),

@@ -156,12 +156,14 @@ class Unbiased:
         return self.rule.reads_moments
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        flat = not isinstance(moments.size, Tensor) and moments.size <= 1
-        if not flat:
-            moments = moments._replace(var=moments.var * bessel(moments.size))
+        size, kind = moments.size, moments.var.dtype
+        moments = moments._replace(var=moments.var * bessel(size, kind))
         pooled = [plan.statistics(moments) for plan in self.rule.plans]
-        if flat:
-            pooled = [p._replace(var=p.var * bessel(p.count)) for p in pooled]
+        if isinstance(size, Tensor):  # under a mask
+            single = (size <= 1).all()
+            pooled = [p._replace(var=p.var * torch.where(single, bessel(p.count, kind), 1.0)) for p in pooled]
+        elif size <= 1:
+            pooled = [p._replace(var=p.var * bessel(p.count, kind)) for p in pooled]
         values = [t for p in pooled for t in p[:2]]
         standard, instead = self.rule.combine(values, tensors, moments.mean.dtype)
         return standard, self.rule.seen(pooled, instead)
