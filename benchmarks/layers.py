@@ -227,8 +227,8 @@ class OverChannels(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.movedim(1, -1)).movedim(-1, 1)
+    def forward(self, x: Tensor, **given: Tensor) -> Tensor:
+        return self.layer(x.movedim(1, -1), **given).movedim(-1, 1)
 
 
 def naive_last(x: Tensor, m: nn.Module, a: tuple) -> Tensor:

@@ -11,7 +11,8 @@ Every check of the suite loops over this table. A new normalizer is a new row.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ import normlab
 from normlab import Coefficients, Pool, Statistics, StyleMoments
 
 __all__ = [
-    "BRANCHES", "CASES", "LEGAL", "SPACES", "Case", "Expected", "assert_near", "by_id", "leaves", "values", "where",
-    "widen",
+    "BRANCHES", "CASES", "LEGAL", "SPACES", "Case", "Expected", "assert_near", "by_id", "leaves", "values",
+    "values_alone", "where", "widen",
 ]  # fmt: skip
 
 BRANCHES = ("main", "aux", "third")
@@ -110,16 +111,37 @@ class Pooled(NamedTuple):
         return t[self.where.at]
 
 
+_alone: list[Tensor] = []  # the positions whose values are pooled, [N, 1, *S]; none: all
+
+
+@contextmanager
+def values_alone(valid: Tensor) -> Iterator[None]:
+    """Inside, formulas see the values where ``valid [N, 1, *S]`` is True, and no others."""
+    _alone.append(valid)
+    try:
+        yield
+    finally:
+        _alone.pop()
+
+
 def pooled(x: Tensor, where: Addresses, weight: Tensor | None = None) -> Pooled:
     """Mean, biased variance and count of every statistic; ``weight``, like ``x``, counts values in part."""
-    index = where.at.flatten()
-    weight = torch.ones_like(x) if weight is None else weight.expand_as(x)
+    there = _alone[-1].expand_as(x) if _alone else torch.ones_like(x, dtype=torch.bool)
+    index, seen = where.at[there], x[there]
+    share = torch.ones_like(seen) if weight is None else weight.expand_as(x)[there]
     zero = x.new_zeros(where.number)
-    count = zero.index_add(0, index, weight.flatten())
-    mean = zero.index_add(0, index, (weight * x).flatten()) / count
-    centred = x - mean[where.at]
-    var = zero.index_add(0, index, (weight * centred.square()).flatten()) / count
+    count = zero.index_add(0, index, share)
+    whole = torch.where(count > 0, count, 1)  # a statistic that no value has
+    mean = zero.index_add(0, index, share * seen) / whole
+    var = zero.index_add(0, index, share * (seen - mean[index]).square()) / whole
     return Pooled(mean, var, count, where)
+
+
+def of_instances(x: Tensor) -> tuple[Tensor, Tensor]:  # [N, C] each
+    """The mean and the mean square of each channel of each sample."""
+    seen = pooled(x, addresses(x, "instance"))
+    mean, var = (t.reshape(x.shape[:2]) for t in seen[:2])
+    return mean, var + mean.square()
 
 
 # --- running statistics -------------------------------------------------------------------------------------------
@@ -250,7 +272,11 @@ def one_hot_weights(logits: Tensor, p: Values) -> Tensor:
 
 
 def sparsest_weights(logits: Tensor, p: Values) -> Tensor:
-    return sparsestmax_of(logits, float(p["radius"]))
+    """Where the radius does not act, weights move as a small step of descent on the simplex moves them."""
+    w = sparsestmax_of(logits, float(p["radius"]))
+    if torch.equal(w, sparsemax_of(logits)) and logits.max() - logits.min() < 100:  # and no pool is chosen for good
+        w = w.detach() + (logits - logits.detach())
+    return _Descent.apply(w)  # type: ignore[return-value]
 
 
 def sparsemax_of(z: Tensor) -> Tensor:  # [K]
@@ -276,6 +302,27 @@ def sparsestmax_of(z: Tensor, radius: float, centre: Tensor | None = None) -> Te
     return sparsestmax_of(pushed, radius, u) if pushed.min().item() < 0 else pushed.clamp(0, 1)
 
 
+class _Descent(torch.autograd.Function):
+    """Sparsemax. Its gradient is what a small step of descent on the simplex does: it needs no rule for a corner."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        w = sparsemax_of(z)
+        ctx.save_for_backward(w)
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:  # type: ignore[override]
+        (w,) = ctx.saved_tensors
+        step = 1e-3 / float(d.detach().abs().max().clamp_min(1e-12))
+        return (w - sparsemax_of(w - step * d)) / step
+
+
+def projected_weights(shares: Tensor, p: Values) -> Tensor:
+    each = [_Descent.apply(column) for column in shares.reshape(len(shares), -1).unbind(1)]
+    return torch.stack(each, 1).reshape(shares.shape)  # type: ignore[arg-type]
+
+
 def mixture(
     *pools: str,
     weights: Callable[[Tensor, Values], Tensor] = softmax_weights,
@@ -285,7 +332,8 @@ def mixture(
     """Switchable normalization: means and VARIANCES are mixed, by two sets of weights, and then one root is taken."""
 
     def standardize(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
-        w_mean, w_var = weights(p["mean_weight"], p), weights(p["var_weight"], p)
+        names = ("mean_share", "var_share") if "mean_share" in p else ("mean_weight", "var_weight")
+        w_mean, w_var = (weights(p[name], p) for name in names)
         if w_mean.dim() == 2:  # weights for each of several channel groups
             each = x.shape[1] // w_mean.shape[1]
             w_mean, w_var = (beside(w.repeat_interleave(each, 1), x) for w in (w_mean, w_var))
@@ -315,7 +363,7 @@ def modes(number: int, pool: str = "batch") -> Formula:
 
     def standardize(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
         n, c = x.shape[:2]
-        gates = (x.reshape(n, c, -1).mean(2) @ p["gate_weight"].T + p["gate_bias"]).softmax(1)  # [N, K]
+        gates = (of_instances(x)[0] @ p["gate_weight"].T + p["gate_bias"]).softmax(1)  # [N, K]
         branch = branch_of(given, n)
         y = torch.zeros_like(x)
         seen: list[Pooled] = []
@@ -396,7 +444,7 @@ filter_response = replace(root_mean_square("instance", "filter_response"), finis
 
 
 def _global_response(p: Values, x: Tensor, given: Given, training: bool) -> Standard:
-    norms = x.flatten(2).square().mean(2).sqrt()  # [N, C]
+    norms = of_instances(x)[1].clamp_min(1e-300).sqrt()  # [N, C]; the root has no slope at zero
     share = norms / (norms.sum(1, keepdim=True) / x.shape[1] + EPS)
     return Standard(x + beside(p["response_weight"] * share, x) * x + beside(p["response_bias"], x))
 
@@ -571,6 +619,7 @@ class Case:
     momentum: float | None = 0.1  # None: the average of all batches
     flat: bool = True  # whether [N, C] is legal
     smooth: bool = True  # whether the training gradient is that of a function (renorm stops it)
+    kinked: bool = False  # whether its parameters lie where gradients are those of one side
     adopts: bool = False  # whether a torch batch norm checkpoint loads strictly and computes the same
     compares: bool = False  # whether it ends with a learned threshold in place of an activation
     copies: int = 1  # what is kept for backward, relative to other rows: modes keep values for each mode
@@ -668,6 +717,17 @@ def _radius(radius: float, *logits: float) -> Callable[[Any], None]:
     return prepare
 
 
+def _shares(*mean_and_var: Sequence[float]) -> Callable[[Any], None]:
+    def prepare(layer: Any) -> None:
+        with torch.no_grad():
+            for parameter, values in zip((layer.mean_share, layer.var_share), mean_and_var, strict=True):
+                column = torch.tensor(values).reshape(-1, *(1,) * (parameter.dim() - 1))
+                parameter.copy_(column.expand_as(parameter))
+
+    return prepare
+
+
+PROJECTED = {"pools": ("instance", "layer", "batch"), "weighting": "projection"}
 SWITCH = ("instance", "layer", "batch")
 BATCH = single("batch")
 OPEN = {"r_max": 1.2, "d_max": 0.3, "warmup": 2, "r_steps": 6, "d_steps": 12}  # bounds that bind at batch 4
@@ -713,14 +773,13 @@ CASES: tuple[Case, ...] = (
          single("batch_channels(4)/ghost=3", "total", 0.3),
          {"example_weight": 0.3}, momentum=0.01),
     # mixtures
-    Case("switch", "SwitchNorm", (16,), mixture(*SWITCH), {"pools": SWITCH}, adopts=True),
-    Case("switch-layer-and-batch", "SwitchNorm", (16,), mixture("layer", "batch"), {"pools": ("layer", "batch")},
-         adopts=True),
+    Case("switch", "SwitchNorm", (16,), mixture(*SWITCH), {"pools": SWITCH}),
+    Case("switch-layer-and-batch", "SwitchNorm", (16,), mixture("layer", "batch"), {"pools": ("layer", "batch")}),
     Case("switch-instance-and-layer", "SwitchNorm", (16,), mixture("instance", "layer"),
          {"pools": ("instance", "layer")}),
     Case("switch-layer-and-group", "SwitchNorm", (16,), mixture("layer", "group(4)"),
          {"pools": ("layer", "group(4)")}),
-    Case("switch-two-groups", "SwitchNorm", (16,), mixture(*SWITCH), {"pools": SWITCH, "groups": 2}, adopts=True),
+    Case("switch-two-groups", "SwitchNorm", (16,), mixture(*SWITCH), {"pools": SWITCH, "groups": 2}),
     Case("switch-batch-average", "SwitchNorm", (16,), mixture(*SWITCH, how="total"),
          {"pools": SWITCH, "moving_average": False}, momentum=None),
     Case("switch-last-gamma", "SwitchNorm", (16,), mixture(*SWITCH), {"pools": SWITCH, "last_gamma": True}),
@@ -728,6 +787,21 @@ CASES: tuple[Case, ...] = (
          {"pools": SWITCH, "ghost": 2}),
     Case("switch-two-pools-over-the-batch", "SwitchNorm", (6,), mixture("batch", "layer", "batch_group(4)"),
          {"pools": ("batch", "layer", "batch_group(4)")}, channels=6),
+    Case("switch-projected", "SwitchNorm", (16,), mixture(*SWITCH, weights=projected_weights), PROJECTED,
+         prepare=_shares((0.2, 0.5, 0.3), (0.35, 0.25, 0.4))),
+    Case("switch-projected-outside", "SwitchNorm", (16,), mixture(*SWITCH, weights=projected_weights), PROJECTED,
+         prepare=_shares((0.9, 1.4, 1.2), (-0.3, 0.5, -0.2))),
+    Case("switch-projected-groups", "SwitchNorm", (16,), mixture(*SWITCH, weights=projected_weights),
+         {**PROJECTED, "groups": 4}, prepare=_shares((0.2, 0.5, 0.3), (0.35, 0.25, 0.4))),
+    # Where weights are zero, a gradient on one side: no difference quotient on both has it.
+    Case("switch-projected-corner", "SwitchNorm", (16,), mixture(*SWITCH, weights=projected_weights), PROJECTED,
+         prepare=_shares((0.0, 0.0, 1.0), (0.0, 1.0, 0.0)), kinked=True),
+    Case("switch-projected-edge", "SwitchNorm", (16,), mixture(*SWITCH, weights=projected_weights), PROJECTED,
+         prepare=_shares((0.3, 0.0, 0.7), (-0.2, 0.4, 0.6)), kinked=True),
+    Case("switch-projected-one-pool", "SwitchNorm", (16,), mixture(*SWITCH, weights=projected_weights), PROJECTED,
+         prepare=_shares((1.0, 0.0, 0.0), (1.0, 0.0, 0.0)), kinked=True),
+    Case("switch-projected-hardened", "SwitchNorm", (16,), mixture(*SWITCH, weights=one_hot_weights), PROJECTED,
+         prepare=lambda layer: layer.harden()),
     Case("switch-hardened", "SwitchNorm", (16,), mixture(*SWITCH, weights=one_hot_weights), {"pools": SWITCH},
          prepare=lambda layer: layer.harden()),
     Case("switch-unbiased", "SwitchNorm", (16,), mixture(*SWITCH, how="used", unbiased=True),
@@ -740,7 +814,11 @@ CASES: tuple[Case, ...] = (
          mixture("layer", "batch/ghost=2", how="used", unbiased=True),
          {"pools": ("layer", "batch"), "unbiased": True, "groups": 2, "ghost": 2}),
     Case("sparse-switch-radius-0", "SparseSwitchNorm", (16,), mixture(*SWITCH, weights=sparsest_weights),
-         {"pools": SWITCH}, prepare=_radius(0.0, 0.9, 0.4, 0.1)),
+         {"pools": SWITCH}, prepare=_radius(0.0, 0.6, 0.4, 0.1)),
+    Case("sparse-switch-edge", "SparseSwitchNorm", (16,), mixture(*SWITCH, weights=sparsest_weights),
+         {"pools": SWITCH}, prepare=_radius(0.3, 0.9, 0.4, 0.1), kinked=True),
+    Case("sparse-switch-corner", "SparseSwitchNorm", (16,), mixture(*SWITCH, weights=sparsest_weights),
+         {"pools": SWITCH}, prepare=_radius(0.0, 0.0, 0.0, 1.0), kinked=True),
     Case("sparse-switch-radius-0.5", "SparseSwitchNorm", (16,), mixture(*SWITCH, weights=sparsest_weights),
          {"pools": SWITCH}, prepare=_radius(0.5, 0.6, 0.4, 0.1)),
     Case("sparse-switch-radius-0.9", "SparseSwitchNorm", (16,), mixture(*SWITCH, weights=sparsest_weights),
@@ -803,11 +881,11 @@ CASES: tuple[Case, ...] = (
     Case("kalman-wild-prior", "KalmanNorm", (16, 0.3), kalman(0.3), give=wild_prior),
     # cells that no paper named
     Case("sandwich-switch", "Norm", (16, SWITCH, "sandwich"), mixture(*SWITCH), {"num_classes": CLASSES},
-         affine=("shared", "class"), give=labels, adopts=True),
+         affine=("shared", "class"), give=labels),
     Case("separated-batch-group", "Norm", (16, "batch_group(4)", "branch"), single("batch_group(4)"),
          {"branches": BRANCHES}, affine=("branch",), give=mixed),
     Case("separated-switch", "Norm", (16, SWITCH, "branch"), mixture(*SWITCH), {"branches": BRANCHES},
-         affine=("branch",), give=mixed, adopts=True),
+         affine=("branch",), give=mixed),
     Case("separated-modes", "Norm", (16, "modes(2)", "branch"), modes(2), {"branches": BRANCHES},
          affine=("branch",), give=mixed, copies=6),
     Case("conditional-modes", "Norm", (16, "modes(3)", "class"), modes(3), {"num_classes": CLASSES},

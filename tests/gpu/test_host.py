@@ -118,6 +118,7 @@ BRANCH = torch.tensor([1, 0, 1, 1], device=DEVICE)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "BN": (lambda: normlab.BatchNorm2d(6), ()),
     "SN": (lambda: normlab.SwitchNorm2d(6), ()),
+    "SN projected": (lambda: normlab.SwitchNorm2d(6, weighting="projection"), ()),
     "SSN": (sparse, ()),
     "BGN": (lambda: normlab.BatchGroupNorm2d(6, 3), ()),
     "GN": (lambda: normlab.GroupNorm2d(3, 6), ()),

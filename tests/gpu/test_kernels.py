@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import normlab
 from cases import CASES, Case, leaves
 from normlab.statistics.pools import parse_pool
-from normlab.statistics.sparsestmax import sparsest_logits, sparsestmax
+from normlab.statistics.sparsestmax import sparsest_shares, sparsestmax
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -65,16 +65,25 @@ def on_device(given: dict[str, Any]) -> dict[str, Any]:
     return {k: move(v) for k, v in given.items()}
 
 
-def compare(case: Case, x: Tensor, dy: Tensor, training: bool, layer: nn.Module | None = None) -> None:
+def compare(
+    case: Case, x: Tensor, dy: Tensor, training: bool, layer: nn.Module | None = None, mask: Tensor | None = None,
+    near: dict[str, Any] = SAME,
+) -> None:  # fmt: skip
+    def call(layer: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+        masked: dict[str, Any] = {} if mask is None else {"mask": mask}
+        return layer(x, given["prior"], **masked) if "prior" in given else layer(x, **given, **masked)
+
     both = []
+    if mask is not None:
+        x, dy = (torch.where(mask.unsqueeze(1), t, torch.nan) for t in (x, dy))
     for name in ("torch", "triton"):
         made = (case.build(dtype=torch.float32) if layer is None else layer).to(DEVICE).train(training)
         torch.manual_seed(3)
         given = on_device(case.give(x.cpu()))
-        both.append(run(name, made, x, dy, case.call, given))
+        both.append(run(name, made, x, dy, call, given))
     assert both[0].keys() == both[1].keys()
     for name, value in both[0].items():
-        assert_close(both[1][name], value, **SAME, msg=lambda m, name=name: f"{name}: {m}")
+        assert_close(both[1][name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
     assert both[1]["y"].stride() == both[0]["y"].stride()
 
 
@@ -86,6 +95,52 @@ def test_kernels_agree_with_torch(case: Case, training: bool):
     layout = torch.channels_last if training else torch.contiguous_format
     x = case.input(dtype=torch.float32).to(DEVICE).contiguous(memory_format=layout)
     compare(case, x, torch.randn_like(x), training)
+
+
+def lengths_of(x: Tensor) -> Tensor:  # [N, H, W]
+    """Of each sample some columns count; of one all, and none of the next."""
+    n, h, w = x.shape[0], *x.shape[2:]
+    columns = torch.arange(n).add(1).remainder(w).clamp_min(1)
+    columns[:2] = torch.tensor([w, 0])
+    return (torch.arange(w) < columns.unsqueeze(1)).unsqueeze(1).expand(n, h, w).to(x.device)
+
+
+MASKED = [case for case in CASES if not any(p.crosses_channels(case.channels) for p in case.build().statistics.pools)]
+
+
+@pytest.mark.usefixtures("watched_integers")
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.id)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_masked_kernels_agree_with_torch(case: Case, training: bool):
+    layout = torch.channels_last if training else torch.contiguous_format
+    x = case.input(dtype=torch.float32).to(DEVICE).contiguous(memory_format=layout)
+    compare(case, x, torch.randn_like(x), training, mask=lengths_of(x))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (33, 70), (70, 70)], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masked_sizes_of_several_blocks(layout: torch.memory_format, size: tuple[int, int], dtype: torch.dtype):
+    """Each sum is of many tiles, and rows are split."""
+    case = next(c for c in CASES if c.id == "switch-layer-and-batch")
+    x = (torch.randn(4, 16, *size) + 3).to(DEVICE, dtype).contiguous(memory_format=layout)
+    mask = torch.ones(4, *size, dtype=torch.bool) if size == (1, 1) else lengths_of(x)
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.04}
+    compare(case, x, torch.randn_like(x), True, mask=mask.to(DEVICE), near=near)
+
+
+def test_a_batch_that_a_mask_hides_changes_nothing():
+    """On a GPU nothing is refused, because nobody looks: the output is zero, and running statistics stay."""
+    layer = normlab.SwitchNorm2d(4).to(DEVICE)
+    x = torch.full((2, 4, 3, 3), torch.nan, device=DEVICE, requires_grad=True)
+    before = {n: b.clone() for n, b in layer.named_buffers()}
+    mask = torch.zeros(2, 3, 3, dtype=torch.bool, device=DEVICE)
+    with normlab.backend("triton"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("normlab.layers.norm.check_counts", lambda *_: None)
+        y = layer(x, mask=mask)
+        found = torch.autograd.grad(y, (x, *layer.parameters()), torch.ones_like(y))
+    assert not y.any() and all(not g.any() for g in found)
+    assert all(torch.equal(b, before[n]) for n, b in layer.named_buffers())
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 7), (33, 70)], ids=str)
@@ -1106,21 +1161,18 @@ def test_own_coefficients_that_do_not_fit_get_a_sentence():
     assert int(layer.num_batches_tracked) == 0  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("log", [False, True], ids=["weights", "logits"])
+@pytest.mark.parametrize("weights_of", [sparsestmax, sparsest_shares])
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_what_is_no_number_stays_none(name: str, log: bool):
+def test_what_is_no_number_stays_none(name: str, weights_of: Any):
     def found(radius: float, *values: float) -> Tensor:
         with normlab.backend(name):
             z = torch.tensor(values, device=DEVICE)
-            return sparsest_logits(z, radius) if log else sparsestmax(z, radius)
+            return weights_of(z, radius)
 
     assert found(0.4, 0.5, float("nan"), 0.2).isnan().any()
     assert found(0.4, 0.5, float("inf"), 0.2).isnan().any()
     assert found(float("nan"), 0.5, 0.3, 0.2).isnan().any()
-    assert_close(
-        found(-0.4, 3e7, 3e7, 0.0).exp() if log else found(-0.4, 3e7, 3e7, 0.0),
-        torch.tensor([0.5, 0.5, 0.0], device=DEVICE),
-    )
+    assert_close(found(-0.4, 3e7, 3e7, 0.0), torch.tensor([0.5, 0.5, 0.0], device=DEVICE))
 
 
 @pytest.mark.parametrize("make", [normlab.SwitchNorm2d, normlab.SparseSwitchNorm2d])
@@ -1133,6 +1185,59 @@ def test_a_mixture_of_one_pool(make: Any):
         found = one_step(layer, x, dy)
     assert not found["mean_weight"].any()
     close_to_exact(found, one_step(exact, x.double(), dy.double()))
+
+
+@pytest.mark.parametrize("z", [(0, 0, 1), (0.3, 0, 0.7), (0.2, 0.5, 0.3), (-0.2, 1.4, 1.1), (-1e4, 0, -1e4)], ids=str)
+@pytest.mark.parametrize("pools", [("instance", "layer", "batch"), ("batch", "instance"), ("layer", "batch")], ids=len)
+@pytest.mark.parametrize("launches", ["one", "several"])
+def test_projected_weights(pools: tuple[str, ...], z: tuple[float, ...], launches: str):
+    """By the kernels of the closed family, from a corner, an edge, inside and off the simplex."""
+    layer = normlab.SwitchNorm2d(6, pools, weighting="projection").to(DEVICE)
+    with torch.no_grad():
+        layer.mean_share.copy_(torch.tensor(z[: len(pools)]))  # type: ignore[operator]
+        layer.var_share.copy_(torch.tensor(z[::-1][: len(pools)]))  # type: ignore[operator]
+    x, dy = torch.randn(4, 6, 3, 3, device=DEVICE) * 2, torch.randn(4, 6, 3, 3, device=DEVICE)
+    exact = deepcopy(layer).double()
+    with normlab.backend("triton", launches=launches):
+        found = one_step(layer, x, dy)
+    close_to_exact(found, one_step(exact, x.double(), dy.double()))
+    (ready,) = {type(call): call for call in layer._known_calls.values() if hasattr(call, "config")}.values()
+    assert ready.config.projects and ready.config.logits == len(pools)
+
+
+@pytest.mark.parametrize("weights", [(0.0, 0.0, 1.0), (0.3, 0.0, 0.7)])
+def test_running_statistics_of_projected_mixtures_are_calibrated(weights: tuple[float, ...]):
+    """Calibration takes another way to the kernels of the closed family."""
+    layer = normlab.SwitchNorm2d(6, weighting="projection").to(DEVICE)
+    with torch.no_grad():
+        for name in ("mean_share", "var_share"):
+            layer.get_parameter(name).copy_(torch.tensor(weights))
+    x = torch.randn(4, 3, 3, 3, device=DEVICE)
+    found = []
+    for name in ("torch", "triton"):
+        model = nn.Sequential(nn.Conv2d(3, 6, 1).to(DEVICE), deepcopy(layer), nn.Conv2d(6, 6, 1).to(DEVICE), layer)
+        with torch.no_grad():
+            for p in (p for m in (model[0], model[2]) for p in m.parameters()):
+                p.copy_(torch.linspace(-1, 1, p.numel(), device=DEVICE).sin().reshape(p.shape))
+        with normlab.backend(name):
+            normlab.calibrate(model, [x])
+        found.append({n: t.clone() for n, t in layer.named_buffers()})
+        layer.reset_running_stats()
+    for name, value in found[0].items():
+        assert_close(found[1][name], value, **SAME)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # the interpreter's, of overflows
+def test_a_pool_of_weight_zero_leaves_no_trace():
+    """The variance of each image overflows, and zero times infinity is no number."""
+    layer = normlab.SwitchNorm2d(6, weighting="projection").to(DEVICE).eval()
+    plain = nn.BatchNorm2d(6).to(DEVICE).eval()
+    with torch.no_grad():
+        for name in ("mean_share", "var_share"):
+            layer.get_parameter(name).copy_(torch.tensor([0.0, 0.0, 1.0]))
+    x = torch.randn(3, 6, 4, 4, device=DEVICE) * 1e25
+    with normlab.backend("triton"):
+        assert_close(layer(x), plain(x), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (1, 4), (3, 4), (4,)], ids=str)
@@ -1154,13 +1259,14 @@ def own_instance(moments: normlab.Moments) -> normlab.Coefficients:
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 1), (7, 5), (2, 3, 4)], ids=str)
-def test_sparsestmax(shape: tuple[int, ...]):
+@pytest.mark.parametrize("weights_of", [sparsestmax, sparsest_shares])
+def test_sparsestmax(shape: tuple[int, ...], weights_of: Any):
     z, d = ((0.7 * torch.randn(shape, device=DEVICE)).requires_grad_() for _ in range(2))
     for radius in (0.0, 0.3, 0.6, 1.0):
         found = []
         for name in ("torch", "triton"):
             with normlab.backend(name):
-                p = sparsestmax(z, torch.tensor(radius, device=DEVICE), 1)
+                p = weights_of(z, torch.tensor(radius, device=DEVICE), 1)
             found.append((p, *torch.autograd.grad(p, z, d)))
         for a, b in zip(*found, strict=True):
             assert_close(a, b, rtol=1e-4, atol=1e-5)

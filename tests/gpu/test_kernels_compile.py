@@ -62,6 +62,7 @@ def compile_all() -> None:
     layers = [
         (normlab.SwitchNorm2d, "one"),
         (normlab.SwitchNorm2d, "several"),
+        (partial(normlab.SwitchNorm2d, weighting="projection"), "one"),
         (normlab.ModeNorm2d, "several"),
         (normlab.BatchNorm2d, "one"),
         (normlab.BatchNorm2d, "several"),
@@ -79,6 +80,12 @@ def compile_all() -> None:
     for make, shape in one_of_each:
         with normlab.backend("triton", host="python"):
             make()(torch.randn(shape, requires_grad=True)).sum().backward()
+    for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        x = torch.randn(2, 32, 128 if last else 16, 128, dtype=dtype)
+        x = (x.contiguous(memory_format=torch.channels_last) if last else x).requires_grad_()
+        with normlab.backend("triton", host="python"):
+            mask = torch.ones_like(x[:, 0], dtype=torch.bool)
+            normlab.SwitchNorm2d(32)(x, mask=mask).backward(torch.zeros_like(x))
     for make, launches in layers:
         for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):
             x = torch.randn(2, 32, 128 if last else 16, 128, dtype=dtype)
@@ -91,6 +98,7 @@ def compile_all() -> None:
 KERNELS = (
     "forward", "backward", "forward_in_parts", "backward_in_parts", "moments", "apply", "sums", "gradient", "join",
     "pool_columns", "pool_groups", "compose", "through_affine", "fold", "back", "move", "sparsest",
+    "masked_moments", "masked_sums", "masked_apply", "masked_gradient", "masked_pool",
     "uneven_moments", "uneven_apply", "uneven_sums", "uneven_gradient", "uneven_total",
 )  # fmt: skip
 

@@ -273,6 +273,10 @@ def test_reproductions_are_listed(normlab, monkeypatch):
         (("--norms", "none,conditional"), ("norm conditional: ConditionalBatchNorm2d needs a label", "generators")),
         (("--norms", "sandwich"), ("SandwichBatchNorm2d needs a label", "auxiliary")),
         (("--norms", "'" + "(" * 100_000), ("does not read as norms", "of 100,001 letters")),
+        (
+            ("--measure", "pgd(eps=" + "(" * 100_000),
+            ("'pgd(eps=((((", "((( [...] (((", "expected pgd(argument=value, ...)"),
+        ),
         (("--device", "meta"), ("device 'meta' cannot be used here",)),
         (("--seeds", f"{2**63},"), ("seed must be at least 0 and at most 9223372036854775807",)),
         (("--batch-size", str(10**40)), ("batch_size must be at least 1 and at most 2147483647", "of 133 bits")),
@@ -296,6 +300,8 @@ def test_an_empty_path_is_none(normlab, trained, tmp_path):
         assert code == 2 and not out and "the path is empty" in err
     with pytest.raises(LabError, match="out is empty"):
         study.compare(["none"], out="")
+    with pytest.raises(LabError, match="the folder of the run is empty"):
+        study.train(trained.settings, "")
     assert not list(tmp_path.iterdir())
 
 

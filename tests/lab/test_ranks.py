@@ -248,6 +248,16 @@ def test_what_cannot_be_shared_is_said(two):
     assert [seen["led"] for seen in two] == ["the command's", None]
 
 
+def test_what_could_not_be_made_once_fails_for_all(tmp_path_factory):
+    made = []
+    with pytest.raises(ZeroDivisionError):
+        filled_once(tmp_path_factory, "broken", lambda folder: 1 / 0)
+    with pytest.raises(pytest.fail.Exception, match=r"broken could not be made(.|\n)*ZeroDivisionError"):
+        filled_once(tmp_path_factory, "broken", made.append)
+    assert filled_once(tmp_path_factory, "whole", made.append) == filled_once(tmp_path_factory, "whole", made.append)
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("lend", [True, False])
 def test_shares_cover_a_batch_once(world, lend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from math import inf, nan, pi, sqrt
 from typing import Any
 
@@ -270,8 +271,9 @@ def test_a_one_hot_mixture_is_its_pool(pool: str, training: bool):
         state |= {n: state[f"{n}_2"] for n in ("running_mean", "running_var")}
     plain.load_state_dict({n: t for n, t in state.items() if n in plain.state_dict()})
     x = features()
-    assert_near(results(mixture, x), results(plain, x), 1e-11)
-    assert not mixture.mean_weight.requires_grad
+    mine = results(mixture, x, learned=("weight", "bias", "mean_weight", "var_weight"))
+    assert not any(mine.pop(name).any() for name in ("mean_weight", "var_weight"))
+    assert_near(mine, results(plain, x), 1e-11)
     assert mixture.importance()[pool] == (1.0, 1.0)
 
 
@@ -420,6 +422,107 @@ def test_parameter_counts_of_table_1(name: str, count: int):
     assert sum(q.numel() for q in layer.parameters()) == count * 16 + mixture
 
 
+def one_pool(kind: str, pool: int, groups: int = 1) -> Any:
+    """A switchable norm with all weight on one pool, in float32."""
+    layer: Any = scrambled(normlab.SwitchNorm2d(8, weighting=kind, groups=groups))
+    with torch.no_grad():
+        for name in layer.statistics.names:
+            value = layer.get_parameter(name).zero_()
+            value[pool] = 1
+    if kind == "softmax":
+        layer.harden()
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["softmax", "projection"])
+@pytest.mark.parametrize("size", [(1, 1), (3, 3)], ids=str)
+def test_one_hot_on_instances_of_any_size(kind: str, size: tuple[int, int]):
+    """On maps of one pixel, nothing is left of x or of its gradient, and ``1 / sqrt(eps)`` would magnify rounding."""
+    layer, x, dy = one_pool(kind, 0), features(4, 8, *size).float() + 3, features(4, 8, *size).float()
+    wide = x.double().requires_grad_()
+    var, mean = torch.var_mean(wide, (2, 3), correction=0, keepdim=True)
+    w, b = (p.detach().double().reshape(-1, 1, 1) for p in (layer.weight, layer.bias))
+    y = (wide - mean) / (var + layer.eps).sqrt() * w + b
+    (dx,) = torch.autograd.grad(y, wide, dy.double())
+    got = x.requires_grad_()
+    found = layer(got)
+    assert_near({"y": found.detach()}, {"y": y.detach()}, 2e-6)
+    assert_near({"dx": torch.autograd.grad(found, got, dy)[0]}, {"dx": dx}, 2e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_pool_of_weight_zero_leaves_no_trace(groups: int):
+    """The variance of each image overflows, and zero times infinity is no number."""
+    layer = one_pool("projection", 2, groups).eval()
+    plain = normlab.BatchNorm2d(8).eval()
+    plain.load_state_dict({n: t for n, t in layer.state_dict().items() if n in plain.state_dict()})
+    x = torch.randn(3, 8, 4, 4) * 1e25
+    assert_close(layer(x), plain(x), rtol=1e-6, atol=0)
+    with torch.no_grad():
+        assert_close(layer(x), plain(x), rtol=1e-6, atol=0)
+
+
+# --- projection onto the simplex ----------------------------------------------------------------------------------
+
+
+def points(k: int) -> Tensor:  # [n, K]
+    """On corners, edges and inside of the simplex, and off it."""
+    z = torch.cat([torch.eye(k, **DOUBLE), torch.rand(20, k, **DOUBLE), 0.7 * torch.randn(40, k, **DOUBLE)])
+    some = sparsemax(0.7 * torch.randn(40, k, **DOUBLE))
+    return torch.cat([z, some])
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_projection_and_the_gradient_that_stays_on_the_simplex(k: int, few: bool):
+    """Against a small step of descent, which is projected back. Python computes a few numbers, and torch many."""
+    for z in points(k):
+        d = torch.randn(k, **DOUBLE)
+        rows = 1 if few else 100
+        many = z.repeat(rows, 1).requires_grad_()
+        w = sparse.project(many)
+        (found,) = torch.autograd.grad(w, many, d.repeat(rows, 1))
+        by_hand = sparse.along_simplex(many.detach(), w.detach(), d.repeat(rows, 1))
+        step = 1e-7
+        assert_close(w[-1].detach(), sparsemax_of(z), **EXACT)
+        assert_close(found[-1], (w[-1].detach() - sparsemax_of(w[-1].detach() - step * d)) / step, rtol=0, atol=1e-7)
+        assert_close(by_hand, found, **EXACT)
+        assert torch.equal(sparse.project(w) > 0, w > 0)
+
+
+def test_a_corner_is_exact_and_can_be_left():
+    for kind in (torch.float32, torch.float16, torch.bfloat16):
+        for z in torch.eye(3, dtype=kind):
+            assert torch.equal(sparse.project(z.float()), z.float())
+            assert torch.equal(sparse.project((z - 1).float() * 1e4), z.float())  # as harden stores it
+    z = torch.tensor([1.0, 0, 0], requires_grad=True)
+    for d, expected in (([0.0, 1, 2], [0.0, 0, 0]), ([2.0, 0, 1], [1.0, -1, 0]), ([3.0, 0, 0], [2.0, -1, -1])):
+        (found,) = torch.autograd.grad(sparse.project(z), z, torch.tensor(d))
+        assert found.tolist() == expected
+    # A pool without a finite gradient is not drawn in, and the others are.
+    (found,) = torch.autograd.grad(sparse.project(z), z, torch.tensor([2.0, nan, 0]))
+    assert found.tolist() == [1, 0, -1]
+
+
+# Torch's own forward-mode differentiation imports a module that scripts.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_projection_under_the_transforms_of_torch():
+    z = torch.tensor([0.3, 0.3, 0.4], **DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(sparse.project, z, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(sparse.project, z)
+    many = torch.stack([z.detach(), torch.tensor([0.0, 0, 1], **DOUBLE)])
+    d = torch.tensor([1.0, 2, 3], **DOUBLE)
+    each = torch.func.vmap(torch.func.grad(lambda z: sparse.project(z) @ d))(many)
+    assert_close(each, torch.tensor([[-1.0, 0, 1], [-1, 0, 1]], **DOUBLE))
+    assert_close(torch.func.jacfwd(sparse.project)(z.detach()), torch.func.jacrev(sparse.project)(z.detach()))
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+def test_the_projection_of_what_is_no_number_is_none(value: float):
+    z = torch.tensor([0.5, value, 0.2])
+    assert sparse.project(z).isnan().all() and sparse.project(z.repeat(100, 1)).isnan().all()
+
+
 # --- SparsestMax --------------------------------------------------------------------------------------------------
 
 
@@ -442,15 +545,14 @@ def test_sparsestmax_follows_its_recursion(k: int):
         assert_close(corner, torch.nn.functional.one_hot(z.argmax(), k).double(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("log", [False, True], ids=["weights", "logits"])
+@pytest.mark.parametrize("free", [False, True], ids=["weights", "shares"])
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_the_derivative_of_sparsestmax_is_that_of_its_expression(k: int, log: bool):
+def test_the_derivative_of_sparsestmax_is_that_of_its_expression(k: int, free: bool):
     for radius in (0.0, 0.2, 0.5, 0.8):
         z, d = (0.7 * torch.randn(20, k, **DOUBLE)).requires_grad_(), torch.randn(20, k, **DOUBLE)
-        expected = sparse._expression(z, torch.tensor(radius, **DOUBLE), log)
-        found = sparse.sparsest_logits(z, radius) if log else sparsestmax(z, radius)
+        expected = sparse._expression(z, torch.tensor(radius, **DOUBLE), free)
+        found = sparse.sparsest_shares(z, radius) if free else sparsestmax(z, radius)
         assert_close(found.detach(), expected.detach(), **EXACT)
-        d = d.masked_fill(~expected.isfinite(), 0)  # softmax has no gradient there
         (exact,) = torch.autograd.grad(expected, z, d)
         (close,) = torch.autograd.grad(found, z, d)
         assert_close(close, exact, rtol=1e-9, atol=1e-9)
@@ -462,8 +564,8 @@ def test_sparsestmax_of_what_is_no_number_is_none(value: float):
     p = sparsestmax(z, 0.4)
     p[1].sum().backward()
     assert p[0].isnan().any() and p[1].isfinite().all()
-    for log in (False, True):
-        q = sparse._expression(z, torch.tensor(0.4), log)
+    for free in (False, True):
+        q = sparse._expression(z, torch.tensor(0.4), free)
         assert q[0].isnan().any() and not q[1].isnan().any()
 
 
@@ -514,15 +616,43 @@ def test_sparse_switch_norm_is_frozen_once_one_hot():
         layer.mean_weight.copy_(torch.tensor([0.1, 0.7, 0.2]))
         layer.var_weight.copy_(torch.tensor([1 / 3] * 3))
     layer.set_radius(0.5)
-    assert layer.mean_weight.requires_grad
+    before = layer.mean_weight.tolist()
     layer.set_radius(0.83)
-    assert layer.mean_weight.tolist() == [0.0, 1.0, 0.0]
-    assert not layer.mean_weight.requires_grad
-    assert layer.var_weight.requires_grad  # equal logits cannot become one-hot by themselves
-    layer(features()).square().sum().backward()
-    assert layer.mean_weight.grad is None
-    assert layer.var_weight.grad is not None
-    assert layer.var_weight.grad.isfinite().all()
+    assert [mean for mean, _ in layer.importance().values()] == [0, 1, 0]
+    assert layer.mean_weight.tolist() != before  # so far apart that nothing brings another pool back
+    (layer(features()) ** 3).sum().backward()
+    assert layer.mean_weight.grad.tolist() == [0, 0, 0]
+    # Equal logits cannot become one-hot by themselves.
+    assert_close(torch.tensor([var for _, var in layer.importance().values()]), torch.full((3,), 1 / 3))
+    assert layer.var_weight.grad.isfinite().all() and layer.var_weight.grad.any()
+
+
+def after_training(layer: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=False)
+        (layer(features()) - features()).abs().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "projection", "sparsestmax"])
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW])
+def test_a_pool_that_was_chosen_stays_so(kind: str, optimizer: Any):
+    """Momentum from before and weight decay do not bring another back."""
+    sparse_one = kind == "sparsestmax"
+    layer: Any = normlab.SparseSwitchNorm2d(8) if sparse_one else normlab.SwitchNorm2d(8, weighting=kind)
+    layer.double()
+    step = optimizer(layer.parameters(), lr=0.1, weight_decay=0.01)
+    after_training(layer, step)
+    if sparse_one:
+        layer.set_radius(1)
+    else:
+        layer.harden()
+    chosen = layer.importance()
+    assert sorted(mean for mean, _ in chosen.values()) == sorted(var for _, var in chosen.values()) == [0, 0, 1]
+    after_training(layer, step)
+    assert layer.importance() == chosen
+    for name in layer.statistics.names:
+        assert not layer.get_parameter(name).grad.any()
 
 
 # --- modes, renorm, styles ----------------------------------------------------------------------------------------

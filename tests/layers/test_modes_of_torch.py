@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,13 +46,6 @@ def run(case: Case, layer: nn.Module, function: Any, x: Tensor, dy: Tensor, give
 
 
 # --- compilers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @every

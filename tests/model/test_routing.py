@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -358,7 +359,7 @@ def test_a_model_under_ddp_is_routed_as_any_other(x, one_process):
         ({"branch": "main"}, r"Sequential has no separated layer \(one that takes a branch\).*convert"),
         ({"label": 3}, r"Sequential has no conditional layer \(one that takes a label\).*convert"),
         ({"style": torch.zeros(1, 3, 2, 2)}, r"Sequential has no style layer"),
-        ({}, r"nothing to route; pass branch=\.\.\., label=\.\.\. or style=\.\.\."),
+        ({}, r"nothing to route; pass branch=\.\.\., label=\.\.\., style=\.\.\. or mask=\.\.\."),
     ],
 )
 def test_a_route_that_reaches_nothing_is_refused(given, said):
@@ -403,3 +404,95 @@ def test_a_broken_sample_stays_in_its_branch(statistics: str):
     y = layer(x, branch=branch)
     assert y[branch == 0].isfinite().all()
     assert layer.get_buffer("running_mean")[0].isfinite().all()
+
+
+# --- masks ----------------------------------------------------------------------------------------------------------
+
+
+def pyramid() -> nn.Sequential:
+    """Norms at two resolutions, one of which also takes a branch."""
+    return nn.Sequential(
+        normlab.BatchNorm2d(3),
+        nn.Conv2d(3, 4, 2, stride=2),
+        nn.Sequential(normlab.AuxiliaryBatchNorm2d(4, BRANCHES), nn.ReLU()),
+    ).double()
+
+
+def masks() -> tuple[Tensor, Tensor]:
+    """Of the input and of half its size."""
+    fine = torch.zeros(6, 8, 8, dtype=torch.bool)
+    for i in range(6):
+        fine[i, :, : 2 * (i % 4) + 2] = True
+    return fine, fine[:, ::2, ::2]
+
+
+def test_a_mask_reaches_every_layer_at_its_resolution(x: Tensor):
+    model, (fine, coarse) = pyramid(), masks()
+    twin = copy.deepcopy(model)
+    x = torch.where(fine.unsqueeze(1), x, torch.nan).double()
+    with route(model, mask=[fine, coarse]), route(model, branch="aux"):
+        y = model(x)
+    inner = twin[1](twin[0](x, mask=fine))
+    last: Any = twin[2]
+    assert_close(y, last[1](last[0](inner, "aux", mask=coarse)))
+    for mine, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        assert_close(mine, theirs)
+
+
+def test_a_mask_of_the_call_wins_and_a_route_ends(x: Tensor):
+    layer, twin = (normlab.LayerNorm2d(3) for _ in range(2))
+    fine, _ = masks()
+    plain = layer(x)
+    assert torch.equal(layer(x), plain)  # calls without a mask are remembered: a route must reach them all the same
+    with route(layer, mask=fine):
+        assert_close(layer(x), twin(x, mask=fine))
+        assert_close(layer(x, mask=~fine), twin(x, mask=~fine))
+    assert torch.equal(layer(x), plain)
+
+
+def test_a_mask_of_another_resolution_is_refused(x: Tensor):
+    model, (fine, _) = pyramid(), masks()
+    one = r"\[6, 8, 8\]; for an input of shape \[6, 4, 4, 4\] it must be \[6, 4, 4\].*one for each resolution"
+    several = r"needs \[6, 4, 4\]; the masks have shapes \[6, 8, 8\] and \[6, 2, 8\]"
+    for mask, said in ((fine, one), ([fine, fine[:, :2]], several)):
+        with route(model, branch="main", mask=mask), pytest.raises(ValueError, match=said):
+            model(x.double())
+    with pytest.raises(ValueError, match=r"no normalization layer \(one that takes a mask\)"):
+        route(nn.Sequential(nn.BatchNorm2d(3)), mask=fine)
+
+
+def test_checkpointing_keeps_the_mask_or_says_that_it_is_lost(x: Tensor):
+    layer, (fine, _) = normlab.BatchNorm2d(3).double(), masks()
+    x = x.double().requires_grad_()
+    with route(layer, mask=fine):
+        (want,) = torch.autograd.grad(layer(x).square().sum(), x)
+        y = checkpoint(layer, x, use_reentrant=False, context_fn=keep_route)
+        lost = checkpoint(layer, x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], want)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="different number of tensors was saved"):
+        torch.autograd.grad(lost.square().sum(), x)  # type: ignore[union-attr]
+
+
+def test_a_compiled_model_follows_a_routed_mask(x: Tensor):
+    torch._dynamo.reset()
+    layer, (fine, _) = normlab.LayerNorm2d(3), masks()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with route(layer, mask=fine):
+        assert_close(compiled(x), layer(x))
+    with route(layer, mask=~fine):
+        assert_close(compiled(x), layer(x))
+    assert_close(compiled(x), layer(x))
+    torch._dynamo.reset()
+
+
+def test_calibration_sees_the_values_that_count(x: Tensor):
+    layer, (fine, _) = normlab.BatchNorm2d(3), masks()
+
+    def run(model: nn.Module, batch: Tensor) -> None:
+        with route(model, mask=fine):
+            model(batch)
+
+    normlab.calibrate(layer, [torch.where(fine.unsqueeze(1), x, torch.nan), x + 1], forward=run)
+    seen = torch.cat([t.movedim(1, 0)[:, fine] for t in (x, x + 1)], 1)
+    assert_close(layer.running_mean, seen.mean(1))
+    assert_close(layer.running_var, seen.var(1))

@@ -66,7 +66,19 @@ def one_for_all(start: int, end: int, rank: int) -> dict[str, Any]:
     return {"branch": "aux"}
 
 
+def positions(start: int, end: int, rank: int) -> dict[str, Any]:
+    """A mask that hides the first sample, and more and less of the others: counts differ on each rank."""
+    number = torch.arange(start, end) * 5 % 13
+    return {"mask": (torch.arange(12) < number.unsqueeze(1)).reshape(-1, 4, 3)}
+
+
 CASES: dict[str, Case] = {
+    "masked": Case(lambda: normlab.BatchNorm2d(6), along=positions),
+    "masked switchable": Case(lambda: normlab.SwitchNorm2d(6), along=positions),
+    "masked modes": Case(lambda: normlab.ModeNorm2d(6), along=positions),
+    "masked branches": Case(
+        lambda: normlab.AuxiliaryBatchNorm2d(6, BRANCHES), along=lambda *a: positions(*a) | mixed(*a)
+    ),
     "batch": Case(lambda: normlab.BatchNorm2d(6)),
     "batch, vectors": Case(lambda: normlab.BatchNorm1d(6), (6,)),
     "batch, untracked": Case(lambda: normlab.BatchNorm2d(6, track_running_stats=False)),
@@ -141,10 +153,10 @@ def make(case: Case) -> nn.Module:
 
 
 class Network(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1), normlab.SwitchNorm2d(4), nn.Flatten(1)
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1), mixture, nn.Flatten(1)
         )
         self.head = nn.LazyLinear(5)
         self(torch.zeros(2, 3, 6, 6))
@@ -153,10 +165,13 @@ class Network(nn.Module):
         return self.head(self.body(x))
 
 
-def train(model: nn.Module, start: int, end: int, factor: float) -> dict[str, Tensor]:
+def train(
+    model: nn.Module, start: int, end: int, factor: float, before: Callable[[nn.Module, int], Any] = lambda *_: None
+) -> dict[str, Tensor]:
     """SGD on the mean loss of the whole batch; DDP averages gradients, so each rank's part counts ``factor`` times."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5, weight_decay=0.01)
     for step in range(4):
+        before(model, step)
         generator = torch.Generator().manual_seed(step)
         x, target = (torch.randn(8, 3, 6, 6, generator=generator), torch.randint(0, 5, (8,), generator=generator))
         loss = nn.functional.cross_entropy(model(x[start:end]), target[start:end], reduction="sum") / 8 * factor
@@ -166,9 +181,22 @@ def train(model: nn.Module, start: int, end: int, factor: float) -> dict[str, Te
     return {name.removeprefix("module."): value.clone() for name, value in model.state_dict().items()}
 
 
-def network() -> Network:
+def network(kind: str = "switchable") -> Network:
     torch.manual_seed(0)
-    return Network()
+    if kind == "sparse":
+        return Network(normlab.SparseSwitchNorm2d(4))
+    return Network(normlab.SwitchNorm2d(4, weighting="projection" if kind == "projected" else "softmax"))
+
+
+def choose(model: nn.Module, step: int) -> None:
+    """A mixture becomes one-hot in the middle of the training: a sparse one by its radius, others hardened."""
+    if any(isinstance(m, normlab.SparseSwitchNorm) for m in model.modules()):
+        normlab.set_radius(model, step / 3)
+    elif step == 2:
+        normlab.harden(model)
+
+
+KINDS = ("switchable", "projected", "sparse")
 
 
 class Separated(nn.Module):
@@ -285,6 +313,9 @@ def work(rank: int, ranks: int, folder: str) -> None:
     seen["network"] = train(model, start, start + each, float(ranks))
     split = (each,) * ranks if ranks == 2 else SPLITS[3][0]
     seen["separated"] = {name: separated(split, rank, options) for name, options in UNDER_DDP.items()}
+    for kind in KINDS:
+        model = DistributedDataParallel(sync(network(kind)))
+        seen["chosen", kind] = train(model, start, start + each, float(ranks), choose)
     layer = normlab.AuxiliaryBatchNorm2d(6, BRANCHES)
     x = data(CASES["batch"], 0)[0][start : start + each]
     y = sync(layer)(x, BRANCHES[rank % 2]).detach()
@@ -361,6 +392,19 @@ def test_separated_layers_under_ddp_train_as_on_one_process(ranks, name):
         assert seen["separated"][name]["without"] == one["without"]
         for key, value in one["state"].items():
             assert_close(seen["separated"][name]["state"][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixtures_become_one_hot_under_ddp(ranks, kind):
+    """DDP waits for the gradient of each parameter that it was given."""
+    model = network(kind)
+    one = train(model, 0, 8, 1.0, choose)
+    for seen in ranks:
+        for key, value in one.items():
+            assert_close(seen["chosen", kind][key], value, rtol=1e-4, atol=1e-5)
+    model.load_state_dict(ranks[0]["chosen", kind])
+    weights = torch.tensor(list(normlab.importance(model)["body.4"].values()))
+    assert weights.amax(0).tolist() == [1, 1] and weights.sum().item() == 2
 
 
 def test_ranks_with_different_branches_do_not_mix_them(ranks):

@@ -18,7 +18,7 @@ Every function takes ``x`` of shape ``[N, C, *S]`` in any layout, and works on o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -29,14 +29,17 @@ from ..engine.cache import remembered
 from ..engine.coefficients import Gradients, compose, through_affine
 from ..engine.contract import Moments
 from ..engine.expression import plain_apply, plain_moments, row_sums, rows_view, spread_to_elements
+from ..engine.masks import bits, hidden, hide_
 from ..engine.numerics import FAR_IN_DEVIATIONS, at_least_float32, widest
 
 if TYPE_CHECKING:
     from ..engine.contract import Coefficients
+    from ..engine.masks import Mask
     from ..engine.rows import Rows
     from ..statistics.plans import Plan, Pooled
 
 _CHUNK = 1 << 20  # elements worked on at a time on the CPU, where a pass needs room for a copy
+_NEAR = 6.0  # a mean so many deviations from zero that second moments about zero lose more than one digit
 _TINY = 1e-30  # keeps the deviation of a constant row from being zero
 
 
@@ -91,10 +94,12 @@ def _like(t: Tensor, x: Tensor) -> Tensor:
 # --- forward ------------------------------------------------------------------------------------------------------
 
 
-def moments(x: Tensor, rows: Rows) -> Tensor:
+def moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> Tensor:
     """Mean and biased variance of every row, stacked ``[2, N, R]``: float32, or float64 where digits need it."""
     if not x.numel():
         return x.new_zeros((2, x.shape[0], rows.number), dtype=torch.promote_types(x.dtype, torch.float32))
+    if mask is not None:
+        return _moments_masked(x, rows, mask)
     if rows.cuts:
         return _moments_uneven(x, rows)
     if prod(x.shape[2:]) == rows.parts:  # one element a row
@@ -127,12 +132,66 @@ def _moments_uneven(x: Tensor, rows: Rows) -> Tensor:
     size = _lengths(rows.lengths, 1)
     first = _sum_uneven(x[:1].reshape(1, whole).to(wide), rows) / size
     about, moments_of = spread_to_elements(first, rows), []
-    for v in x.split(_step_uneven(x)):
+    for v in x.split(_step(x)):
         d = v.reshape(-1, whole) - about
         off = _sum_uneven(d, rows) / size
         var = _sum_uneven(d.mul_(d), rows).div_(size).sub_(off * off).clamp_min_(0)
         moments_of.append((first + off, var))
     return torch.stack(_joined(moments_of))
+
+
+def _moments_masked(x: Tensor, rows: Rows, mask: Mask) -> Tensor:
+    """Moments of the values that count; about their mean, where that is far enough from zero to cost digits."""
+    spatial = prod(x.shape[2:])
+    if x.device.type != "cpu" or spatial == 1:
+        return torch.stack(plain_moments(x if spatial > 1 else x.to(widest(x.device)), rows, mask))
+    view, last = _view(x, rows)
+    mean, var = _moments_about(view, last, mask, None)
+    if largest(mean / var.sqrt()) > _NEAR:
+        about, (off, var) = mean, _moments_about(view, last, mask, mean)
+        if x.dtype != torch.float64 and largest(about / var.sqrt()) > FAR_IN_DEVIATIONS:
+            about, var = about.double(), var.double()
+        mean = about + off
+    return torch.stack((mean, torch.where(mask.some, var, 1)))
+
+
+def _moments_about(view: Tensor, last: bool, mask: Mask, about: Tensor | None) -> tuple[Tensor, Tensor]:  # [N, R]
+    """Mean less ``about``, and variance, of the values that count: from whole rows, zero at padding."""
+    n, spatial, wide = view.shape[0], mask.valid[0].numel(), torch.promote_types(view.dtype, torch.float32)
+    place = None if about is None else about.reshape(n, 1, 1, -1) if last else about.unsqueeze(2)
+    keep, room, moments_of = _keep(mask, last, wide), _room(view, wide), []
+    for part in _parts(view):
+        d = _kept(view[part] if place is None else view[part] - place[part], keep[part], room)
+        moments_of.append(_moments_last(d) if last else _moments_rows(d))
+    share = spatial / mask.counts.clamp_min(1).to(wide)
+    mean, deviation = (t.reshape(n, -1) for t in _joined(moments_of))
+    off = mean * share
+    return off, ((deviation.square() + mean.square()) * share).sub_(off.square()).clamp_min_(_TINY)
+
+
+def _keep(mask: Mask, last: bool, dtype: torch.dtype) -> Tensor:
+    """Bits of the mask beside a view, as wide as ``dtype``."""
+    keep = bits(mask.valid.reshape(mask.valid.shape[0], 1, -1), dtype)
+    return keep.unsqueeze(3) if last else keep
+
+
+def _room(view: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a few samples of a view."""
+    return torch.empty_like(view[: _step(view)], dtype=dtype)
+
+
+def _kept(t: Tensor, keep: Tensor, room: Tensor) -> Tensor:
+    """A copy of some samples of a view in ``room``, with zeros where ``keep`` has no bits."""
+    out = room[: t.shape[0]]
+    torch.bitwise_and(t.to(out.dtype).view(keep.dtype), keep, out=out.view(keep.dtype))
+    return out
+
+
+def _parts(view: Tensor) -> Iterator[slice]:
+    """Slices of a few samples, so that a copy of one stays in the cache."""
+    step = _step(view)
+    for i in range(0, view.shape[0], step):
+        yield slice(i, i + step)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -156,7 +215,8 @@ def _chunks(t: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def _step(view: Tensor) -> int:
-    if view.numel() <= 2 * _CHUNK:
+    """How many samples are worked on at a time."""
+    if view.numel() <= 2 * _CHUNK or view.device.type != "cpu":
         return max(1, view.shape[0])
     return max(1, _CHUNK * view.shape[0] // max(view.numel(), 1))
 
@@ -204,9 +264,16 @@ def _column_sums(view: Tensor) -> Tensor:  # [n, parts, s, C] to [n, parts, C]
 
 
 def apply(
-    x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
+    x: Tensor,
+    rows: Rows,
+    standard: Coefficients,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Mask | None = None,
+    *,
+    far: bool,
 ) -> Tensor:
-    """``weight * ((x - center) * scale + shift) + bias`` in the dtype and layout of ``x``.
+    """``weight * ((x - center) * scale + shift) + bias`` in the dtype and layout of ``x``; zero at padding.
 
     ``far``: the center may be many standard deviations from zero.
     """
@@ -220,8 +287,9 @@ def apply(
     if rows.cuts:
         return _linear_uneven(x, rows, scale, -product if shift is None else shift - product)
     if far and (x.device.type != "cpu" or largest(product) > FAR_IN_DEVIATIONS):
-        return _apply_far(x, rows, center, scale, shift)
-    return _linear(x, rows, scale, -product if shift is None else shift - product)
+        y = _apply_far(x, rows, center, scale, shift)
+        return y if mask is None else hide_(y, mask.valid)
+    return _linear(x, rows, scale, -product if shift is None else shift - product, mask=mask)
 
 
 def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
@@ -236,8 +304,14 @@ def _apply_far(x: Tensor, rows: Rows, center: Tensor, scale: Tensor, shift: Tens
     return y.to(x.dtype)
 
 
-def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """``slope * x + offset``, plus ``plus[0] * plus[1]`` if given. ``plus[1]`` is like ``x``, all else is per row."""
+def _linear(
+    x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Tensor, Tensor] | None = None,
+    mask: Mask | None = None,
+) -> Tensor:  # fmt: skip
+    """``slope * x + offset``, plus ``plus[0] * plus[1]`` if given. ``plus[1]`` is like ``x``, all else is per row.
+
+    Zero at padding.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     slope, offset = slope.to(wide), offset.to(wide)
     view, last = _view(x, rows)
@@ -253,14 +327,14 @@ def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Te
     if x.device.type != "cpu" or (plus is None and not by_rows) or x.dtype != wide:
         y = torch.addcmul(offset, view, slope)
         y = y if factor is None or other is None else y.addcmul_(other, factor)
-        return (_from_last_view(y, x) if last else y.reshape(x.shape)).to(x.dtype)
+        y = (_from_last_view(y, x) if last else y.reshape(x.shape)).to(x.dtype)
+        return y if mask is None else hide_(y, mask.valid)
     if plus is None:
-        return _linear_rows(view, slope, offset).reshape(x.shape)
+        y = _linear_rows(view, slope, offset).reshape(x.shape)
+        return y if mask is None else hide_(y, mask.valid)
     assert factor is not None and other is not None
-    y = torch.empty_like(view)
-    step = _step(view)
-    for i in range(0, view.shape[0], step):
-        part = slice(i, i + step)
+    y, keep = torch.empty_like(view), None if mask is None else _keep(mask, last, x.dtype)
+    for part in _parts(view):
         here = [t if t.shape[0] == 1 else t[part] for t in (slope, offset, factor)]
         if by_rows:
             first = _linear_rows(view[part], here[0], here[1])
@@ -268,6 +342,8 @@ def _linear(x: Tensor, rows: Rows, slope: Tensor, offset: Tensor, plus: tuple[Te
         else:
             torch.addcmul(here[1], view[part], here[0], out=y[part])
             y[part].addcmul_(other[part], here[2])
+        if keep is not None:
+            y[part].view(keep.dtype).bitwise_and_(keep[part])
     return _from_last_view(y, x) if last else y.reshape(x.shape)
 
 
@@ -278,7 +354,7 @@ def _linear_uneven(
     n, whole, wide = x.shape[0], rows.cuts[-1], torch.promote_types(x.dtype, torch.float32)
     given = (slope, offset) if plus is None else (slope, offset, plus[0])
     spread = [_spread_once(t.to(wide), rows) for t in given]
-    y, step = x.new_empty(n, whole), _step_uneven(x)
+    y, step = x.new_empty(n, whole), _step(x)
     for i in range(0, n, step):
         part = slice(i, i + step)
         y_part = torch.addcmul(spread[1](part), x[part].reshape(-1, whole).to(wide), spread[0](part))
@@ -287,11 +363,6 @@ def _linear_uneven(
         y[part] = y_part
     y = y.reshape(x.shape)
     return y if x.is_contiguous() else _like(y, x)
-
-
-def _step_uneven(x: Tensor) -> int:
-    """How many samples are worked on at a time."""
-    return _step(x) if x.device.type == "cpu" else x.shape[0]
 
 
 def _spread_once(t: Tensor, rows: Rows) -> Callable[[slice], Tensor]:
@@ -314,8 +385,8 @@ def _linear_rows(view: Tensor, slope: Tensor, offset: Tensor) -> Tensor:  # [n, 
 # --- backward -----------------------------------------------------------------------------------------------------
 
 
-def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``."""
+def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
+    """Row sums of ``dy`` and of ``dy * (x - center)``, ``[N, R]`` each, in the dtype of ``center``; without padding."""
     center = at_least_float32(center)
     if not x.numel():
         return center.new_zeros(2, x.shape[0], rows.number).unbind(0)  # type: ignore[return-value]
@@ -323,7 +394,9 @@ def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor
         return _row_sums_uneven(dy, x, rows, center)
     view, last = _view(x, rows)
     near = center.to(torch.promote_types(x.dtype, torch.float32))
-    if last:
+    if mask is not None:
+        total, dot = _row_sums_masked(_last_view(dy, rows) if last else rows_view(dy, rows), view, rows, near, mask)
+    elif last:
         total, dot = _row_sums_last(_last_view(dy, rows).contiguous(), view, rows, near)
     else:
         total, dot = _row_sums_contiguous(rows_view(dy, rows), view, near.expand(x.shape[0], rows.number))
@@ -334,8 +407,28 @@ def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor
     return total, torch.addcmul(dot.to(center.dtype), total, near - center)
 
 
+def _row_sums_masked(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:  # views
+    """The same without padding, a few samples at a time.
+
+    There ``dy`` becomes zero. So must ``x`` where it is not finite, which is rare, and seen by the sums.
+    """
+    last, near = x.dim() == 4, center.expand(x.shape[0], rows.number)
+    keep, rooms = _keep(mask, last, near.dtype), [_room(x, near.dtype) for _ in range(2)]
+    total, dot = near, near
+    for keep_x in (x.device.type != "cpu", True):
+        sums = []
+        for part in _parts(x):
+            g = _kept(dy[part], keep[part], rooms[0])
+            v = _kept(x[part], keep[part], rooms[1]) if keep_x else x[part]
+            sums.append(_row_sums_last(g, v, rows, near[part]) if last else _row_sums_contiguous(g, v, near[part]))
+        total, dot = _joined(sums)
+        if keep_x or bool(dot.isfinite().all()):
+            break
+    return total, dot
+
+
 def _row_sums_uneven(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> tuple[Tensor, Tensor]:
-    about, step, sums = _spread_once(center, rows), _step_uneven(x), []
+    about, step, sums = _spread_once(center, rows), _step(x), []
     for i in range(0, x.shape[0], step):
         part = slice(i, i + step)
         g = dy[part].reshape(-1, rows.cuts[-1]).to(center.dtype)
@@ -364,7 +457,7 @@ def _row_sums_last(
         total, dot = _sums_one_by_one(at_least_float32(dy), at_least_float32(x), rows, center)
     else:
         about, sums = _to_last(center, rows), []
-        step = x.shape[0] if x.device.type != "cpu" else _step(x)
+        step = _step(x)
         for i in range(0, x.shape[0], step):
             part = slice(i, i + step)
             g = at_least_float32(dy[part])
@@ -394,9 +487,10 @@ def gradients(
     weight: Tensor | None,
     bias: Tensor | None,
     wanted: tuple[bool, bool],  # of weight and bias
+    mask: Mask | None = None,
 ) -> Gradients:
     """Gradients at the coefficients and the affine map of :func:`apply`."""
-    total, dot = _row_sums(dy, x, rows, standard.center)
+    total, dot = _row_sums(dy, x, rows, standard.center, mask)
     return through_affine(total, dot, rows, prod(x.shape[2:]), standard, weight, bias, wanted)
 
 
@@ -413,6 +507,7 @@ def input_gradient(
     offset: Tensor | None,
     slope: Tensor | None,
     mean: Tensor,
+    mask: Mask | None = None,
 ) -> Tensor:
     """``scale * dy + offset + slope * (x - mean)`` in the dtype and layout of ``x``. Terms of None are left out."""
     if not x.numel():
@@ -423,8 +518,15 @@ def input_gradient(
         offset = torch.zeros_like(scale) if offset is None else offset
         if rows.cuts:
             return _like(_linear_uneven(dy.to(x.dtype), rows, scale, offset), x)
-        return _linear(dy.to(x.dtype), rows, scale, offset)
+        return _linear(dy.to(x.dtype), rows, scale, offset, mask=mask)
     constant = -slope * mean if offset is None else offset - slope * mean
+    plus = None if dy is None or scale is None else (scale, dy)
     if rows.cuts:
-        return _linear_uneven(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy))
-    return _linear(x, rows, slope, constant, None if dy is None or scale is None else (scale, dy))
+        return _linear_uneven(x, rows, slope, constant, plus)
+    one_each = prod(x.shape[2:]) == rows.parts
+    if one_each and plus is not None and (x.device.type != "cpu" or largest(plus[0]) > FAR_IN_DEVIATIONS):
+        # The deviation of one element is zero, and so may be what is left of the terms: round once, at the end.
+        dy_row, x_row = (t.reshape(x.shape[0], rows.number).to(mean.dtype) for t in (plus[1], x))
+        found = _like((plus[0] * dy_row + slope * x_row + constant).reshape(x.shape), x)
+        return found if mask is None else hidden(found, mask.valid)
+    return _linear(x, rows, slope, constant, plus, mask)

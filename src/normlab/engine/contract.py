@@ -34,7 +34,7 @@ class Moments(NamedTuple):
 
     mean: Tensor  # [N, R]
     var: Tensor  # [N, R], biased
-    size: int | Tensor  # elements a row: one number, or [R] where rows differ in length
+    size: int | Tensor  # elements a row: one number, or [R] where rows differ in length, or [N, 1] under a mask
 
 
 class Coefficients(NamedTuple):
@@ -82,17 +82,18 @@ class Passes(Protocol):
         """The whole normalizer, where the back end has something faster than the passes one by one; otherwise None."""
         ...
 
-    def moments(self, x: Tensor, rows: Any) -> Tensor: ...
+    def moments(self, x: Tensor, rows: Any, mask: Any = None) -> Tensor: ...
 
     def pool(self, plan: Any, stats: Tensor, size: int | Tensor) -> Any: ...
 
     def apply(
-        self, x: Tensor, rows: Any, standard: Any, weight: Tensor | None, bias: Tensor | None, *, far: bool
-    ) -> Tensor: ...
+        self, x: Tensor, rows: Any, standard: Any, weight: Tensor | None, bias: Tensor | None, mask: Any = None,
+        *, far: bool,
+    ) -> Tensor: ...  # fmt: skip
 
     def gradients(
         self, dy: Tensor, x: Tensor, rows: Any, standard: Any, weight: Tensor | None, bias: Tensor | None,
-        wanted: tuple[bool, bool],
+        wanted: tuple[bool, bool], mask: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def back_through_pools(
@@ -101,5 +102,5 @@ class Passes(Protocol):
 
     def input_gradient(
         self, dy: Tensor | None, x: Tensor, rows: Any, scale: Tensor | None, offset: Tensor | None,
-        slope: Tensor | None, mean: Tensor,
+        slope: Tensor | None, mean: Tensor, mask: Any = None,
     ) -> Tensor: ...  # fmt: skip

@@ -15,6 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 
 from .coefficients import compose, unpack
 from .contract import Coefficients, Moments, Rule
+from .masks import Mask
 from .numerics import at_least_float32
 from .rows import Rows, add_up, run_of, take
 
@@ -28,14 +29,18 @@ def wants_plain(dy: Tensor) -> bool:
 
 
 def plain(
-    x: Tensor, rule: Rule, rows: Rows, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
-) -> tuple[Tensor, Any]:
+    x: Tensor, rule: Rule, rows: Rows, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor,
+    mask: Mask | None = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
     """The normalizer as one differentiable expression."""
     spatial = prod(x.shape[2:])
-    moments = Moments(*plain_moments(x, rows), rows.size(spatial, x.device))
+    if mask is not None:
+        x = torch.where(mask.valid, x, 0)
+    moments = Moments(*plain_moments(x, rows, mask), rows.size(spatial, x.device) if mask is None else mask.counts)
     standard, seen = unpack(rule(moments, *(t.to(moments.mean.dtype) for t in tensors)))
     coefficients = compose(standard, rows, spatial, weight, bias)
-    return plain_apply(x, rows, coefficients), seen
+    y = plain_apply(x, rows, coefficients)
+    return y if mask is None else torch.where(mask.valid, y, 0), seen
 
 
 def differentiate_plain(
@@ -47,11 +52,12 @@ def differentiate_plain(
     weight: Tensor | None,
     bias: Tensor | None,
     tensors: Sequence[Tensor],
+    mask: Mask | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the plain expression, which can be differentiated again and taken for several ``dy`` at once."""
 
     def expression(x: Tensor, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor) -> Tensor:
-        return plain(x, rule, rows, weight, bias, *tensors)[0]
+        return plain(x, rule, rows, weight, bias, *tensors, mask=mask)[0]
 
     return differentiate(expression, (x, weight, bias, *tensors), needs, dy)
 
@@ -82,9 +88,16 @@ def spread_to_elements(t: Tensor, rows: Rows) -> Tensor:  # [n, R] or [n, 1] to 
     return t if t.shape[-1] == 1 else take(t, run_of(rows.lengths, t.device), -1)
 
 
-def plain_moments(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def plain_moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every row, ``[N, R]`` each, in float32 or float64."""
     wide = at_least_float32(x)
+    if mask is not None:
+        n, spatial, count = x.shape[0], prod(x.shape[2:]), mask.counts.clamp_min(1)
+        valid = mask.valid.reshape(n, 1, spatial)
+        wide = torch.where(valid, wide.reshape(n, x.shape[1], spatial), 0)
+        mean = wide.sum(2) / count
+        var = torch.where(valid, wide - mean.unsqueeze(2), 0).square().sum(2) / count
+        return mean, torch.where(mask.some, var, 1)  # a row without values divides by no zero
     if rows.cuts:
         flat = wide.reshape(x.shape[0], rows.cuts[-1])
         size = rows.size(prod(x.shape[2:]), x.device)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import must_trace, passes_for
+from .backends import kernels_serve, must_trace, passes_for
 from .coefficients import Gradients, check_coefficients, unpack
 from .contract import Coefficients, Moments, Passes, Rule
 from .expression import differentiate_plain, plain, plain_moments, wants_plain
+from .masks import Mask, check_mask, read_mask
 from .rows import Rows
 
 
@@ -25,11 +26,15 @@ def normalize(
     weight: Tensor | None = None,  # [C], [1, C] or [N, C]
     bias: Tensor | None = None,  # likewise
     rows: Rows | None = None,
+    mask: Tensor | Mask | None = None,  # [N, *S] bool, True where a value counts
 ) -> tuple[Tensor, Any]:
     """Normalize ``x`` by ``rule`` and apply the affine map. Returns ``y`` and the rule's second value, if it has one.
 
     The rule is called with the moments and ``tensors``, which receive gradients. With the affine map,
     ``y = weight * standardized + bias``; the samples share ``weight`` and ``bias``, or each has its own.
+
+    With a ``mask``, the moments are of the values that count, and ``moments.size`` is how many a row of each sample
+    has, ``[N, 1]``. ``y`` is zero elsewhere.
 
     >>> import torch
     >>> from normlab import Coefficients
@@ -45,19 +50,22 @@ def normalize(
         raise TypeError(f"normalize() takes a floating-point tensor [N, C, *S]; got {got}")
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):  # the passes choose their dtypes themselves
-            return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
+            return normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, mask=mask)
     rows = Rows(x.shape[1]) if rows is None else rows
+    if mask is not None:
+        check_mask(rows)
+        mask = read_mask(mask, x)
     if must_trace(x):
-        return plain(x, rule, rows, weight, bias, *tensors)
+        return plain(x, rule, rows, weight, bias, *tensors, mask=mask)
     if rows.cuts and (layout := _channels_last(x)) is not None:
         # The passes read uneven rows from contiguous memory. One copy here saves a copy in each pass.
         dense = _Contiguous.apply(x, layout)
         y, seen = normalize(dense, rule, tensors, weight=weight, bias=bias, rows=rows)
         return y.contiguous(memory_format=layout), seen
-    if (result := passes_for(x).normalize(x, rule, tensors, weight, bias, rows)) is not None:
+    if mask is None and (result := passes_for(x).normalize(x, rule, tensors, weight, bias, rows)) is not None:
         return result
     returned: list[Any] = []  # autograd functions return tensors only: the rule's second value leaves through this list
-    arguments = (x, rule, rows, returned, weight, bias, *tensors)
+    arguments = (x, rule, rows, returned, mask, weight, bias, *tensors)
     if torch.is_grad_enabled():
         y = _Normalize.apply(*arguments)
     else:  # within apply, needs_input_grad says what requires gradients, also where none are recorded
@@ -100,18 +108,21 @@ class _Normalize(torch.autograd.Function):
         rule: Rule,
         rows: Rows,
         returned: list[Any],
+        mask: Mask | None,
         weight: Tensor | None,
         bias: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
         passes = passes_for(x)
-        size = rows.size(prod(x.shape[2:]), x.device)
+        size = rows.size(prod(x.shape[2:]), x.device) if mask is None else mask.counts
         reads_moments = getattr(rule, "reads_moments", True)
         if reads_moments:
-            stats = passes.moments(x, rows)
+            stats = passes.moments(x, rows, mask)
         else:
             stats = x.new_zeros((2, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        if hasattr(rule, "gradient"):
+        # Kernels pool what a mask leaves. The closed gradient pools by torch operators, and many of them.
+        closed = hasattr(rule, "gradient") and not (mask is not None and kernels_serve(x))
+        if closed:
             wide = (t.to(stats.dtype) for t in tensors)
             (standard, seen), recording = unpack(rule(Moments(stats[0], stats[1], size), *wide)), None
         else:
@@ -121,25 +132,26 @@ class _Normalize(torch.autograd.Function):
         check_coefficients(x, rows, detached, weight, bias)
         # Moments of x are float64 where a mean is far from zero. Running statistics do not show it in their dtype.
         far = stats.dtype == torch.float64 or not reads_moments
-        y = passes.apply(x, rows, detached, weight, bias, far=far)
+        y = passes.apply(x, rows, detached, weight, bias, mask, far=far)
         if any(ctx.needs_input_grad):
             ctx.rule, ctx.rows, ctx.size = rule, rows, size
             ctx.standard, ctx.recording = standard, recording
             ctx.seen = seen if recording is None else None
-            ctx.save_for_backward(x, stats, weight, bias, *tensors)
+            ctx.save_for_backward(x, stats, None if mask is None else mask.valid, weight, bias, *tensors)
         return y.data  # not a view: autograd would not let nn.ReLU(inplace=True) write to one
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, stats, weight, bias, *tensors = ctx.saved_tensors
+        x, stats, valid, weight, bias, *tensors = ctx.saved_tensors
+        mask = None if valid is None else Mask(valid, ctx.size)
         if wants_plain(dy):
-            needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
-            dx, *rest = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, tensors)
-            return (dx, None, None, None, *rest)
+            needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[5:])
+            dx, *rest = differentiate_plain(ctx.rule, ctx.rows, needs, dy, x, weight, bias, tensors, mask)
+            return (dx, None, None, None, None, *rest)
         rows, needs = ctx.rows, ctx.needs_input_grad
         dy = dy.contiguous() if rows.cuts else dy
         passes, standard = passes_for(x), ctx.standard.detached()
-        gradients = passes.gradients(dy, x, rows, standard, weight, bias, (needs[4], needs[5]))
+        gradients = passes.gradients(dy, x, rows, standard, weight, bias, (needs[5], needs[6]), mask)
         if ctx.recording is None:
             offset, slope, d_tensors = ctx.rule.gradient(
                 stats, ctx.seen, tensors, standard.scale, gradients.center, gradients.scale
@@ -148,9 +160,9 @@ class _Normalize(torch.autograd.Function):
             offset, slope, d_tensors = _differentiate_rule(ctx, stats, passes, gradients)
         dx = None
         if needs[0]:
-            dx = passes.input_gradient(dy, x, rows, gradients.applied, offset, slope, stats[0])
+            dx = passes.input_gradient(dy, x, rows, gradients.applied, offset, slope, stats[0], mask)
         d_tensors = tuple(None if g is None else g.to(t.dtype) for g, t in zip(d_tensors, tensors, strict=True))
-        return (dx, None, None, None, gradients.weight, gradients.bias, *d_tensors)
+        return (dx, None, None, None, None, gradients.weight, gradients.bias, *d_tensors)
 
 
 class _Recording(NamedTuple):
@@ -178,7 +190,7 @@ def _record_rule(
     tensors = tuple(tensors)
     if record := any(needs):
         values = tuple(v.detach().requires_grad_(needs[0]) for v in values)
-        tensors = tuple(t.detach().requires_grad_(n) for t, n in zip(tensors, needs[6:], strict=True))
+        tensors = tuple(t.detach().requires_grad_(n) for t, n in zip(tensors, needs[7:], strict=True))
     with torch.set_grad_enabled(record):
         wide = (t.to(stats.dtype) for t in tensors)
         if pools is None:
@@ -211,9 +223,10 @@ def _differentiate_rule(
         pairs = list(zip(d_values[::2], d_values[1::2], strict=True))
         return *passes.back_through_pools(ctx.rule.plans, pairs, recording.pools, stats), d_tensors
     d_mean, d_var = d_values
-    offset = None if d_mean is None else d_mean / ctx.size
+    size = ctx.size.clamp_min(1) if isinstance(ctx.size, Tensor) else ctx.size
+    offset = None if d_mean is None else d_mean / size
     # d_var * 2 before the division: 2 / size would be float32 where size is a tensor.
-    slope = None if d_var is None else d_var * 2 / ctx.size
+    slope = None if d_var is None else d_var * 2 / size
     return offset, slope, d_tensors
 
 

@@ -105,7 +105,8 @@ def normalize(
     shape = shape_of(x, rows, channels_last)
     live = closed.batch is not None and closed.live
     config = config_of(shape, closed, live, logits[0].shape[0] if logits else 1, closed.renorm is not None)
-    config = config._replace(shared=affine.weight is not None, second=affine.second)
+    projects = getattr(rule, "projects", False)
+    config = config._replace(shared=affine.weight is not None, second=affine.second, projects=projects)
     mean = var = None
     segment = None if closed.batch is None else for_kernels(closed.batch.segments.index, x)
     if closed.running is not None:

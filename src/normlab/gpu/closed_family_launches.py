@@ -44,6 +44,7 @@ class ClosedFamilyConfig(NamedTuple):
     residual: bool
     table: int = 0  # rows of the table, for SMALL_TABLE
     ghost: int = 0  # samples a segment, where segments are ghost batches with shared running statistics
+    projects: bool = False  # mixture weights are the projection of the logits onto the simplex, not their softmax
 
 
 class _Programs(NamedTuple):
@@ -113,8 +114,8 @@ class ClosedFamilyPlan(LaunchPlan):
         blocks = (_COLUMNS, self.long, BLOCK)
         flags = (
             config.instance, config.sample_groups > 0, config.batch_groups > 0, config.mixed, config.ghost > 0,
-            *config.order, config.logits, config.shared, config.second.value, config.renorm, config.act,
-            config.residual,
+            *config.order, config.logits, config.projects, config.shared, config.second.value, config.renorm,
+            config.act, config.residual,
         )  # fmt: skip
         whole_rows = not shape.channels_last and moments.inner >= shape.s
         forward = (

@@ -17,7 +17,7 @@ from ..engine.coefficients import Gradients, compose, like_affine
 from ..engine.contract import Moments
 from ..statistics import plans as plans_of_pools
 from ..statistics.plans import Pooled
-from .kernels import around_rule, sparsestmax, uneven_rows
+from .kernels import around_rule, masked, sparsestmax, uneven_rows
 from .launch import Launch, addresses, on_device
 from .shapes import Shape, dense, in_layout_of, shape_of
 from .single_passes import pass_launch
@@ -25,6 +25,7 @@ from .tiles import BLOCK, ceil, power, tiles
 
 if TYPE_CHECKING:
     from ..engine.contract import Coefficients
+    from ..engine.masks import Mask
     from ..engine.rows import Rows
     from ..statistics.plans import Plan
 
@@ -37,25 +38,33 @@ _LONG = 1 << 15
 
 @lru_cache(maxsize=1024)
 def _pass_launch(
-    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], join: bool = False
+    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], join: bool, masked: bool
 ) -> Launch:
-    return pass_launch(name, shape, join=join)
+    return pass_launch(name, shape, join=join, masked=masked)
 
 
-def _run_pass(name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
+def _run_pass(
+    name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,), join: bool = False,
+    masked: bool = False,
+) -> None:  # fmt: skip
     pointers = addresses(tensors)
     types, aligned = tuple([t.dtype for t in tensors]), tuple([p % 16 == 0 for p in pointers])
     with on_device(shape.device):
-        _pass_launch(name, shape, types, aligned)(tensors, pointers, numbers)
-        if name in ("moments", "sums") and tiles(shape, "sums").splits > 1:
-            _pass_launch(name, shape, types, aligned, True)(tensors, pointers, numbers)
+        _pass_launch(name, shape, types, aligned, join, masked)(tensors, pointers, numbers)
+
+
+def _run_sums(name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
+    """A pass that sums rows, and then joins the sums of their splits."""
+    _run_pass(name, shape, *tensors, numbers=numbers)
+    if tiles(shape, "sums").splits > 1:
+        _run_pass(name, shape, *tensors, numbers=numbers, join=True)
 
 
 @lru_cache(maxsize=4096)
 def _launch_on_rows(
     name: str, grid: int, fixed: tuple[Any, ...], device: int, types: Any, aligned: tuple[bool, ...], warps: int
 ) -> Launch:
-    modules = (around_rule, uneven_rows, sparsestmax)
+    modules = (around_rule, uneven_rows, sparsestmax, masked)
     kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
     return Launch(kernel, grid, fixed, device, warps=warps)
 
@@ -76,10 +85,14 @@ def _floats(x: Tensor, *size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=x.device)
 
 
-def _partials(x: Tensor, shape: Shape) -> Tensor:
+def _partials(x: Tensor, shape: Shape, always: bool = False) -> Tensor:
     """Room for the sums of the splits of rows."""
     splits = tiles(shape, "sums").splits
-    return _floats(x, splits * 2 * shape.rows if splits > 1 else 1)
+    return _floats(x, splits * 2 * shape.rows if splits > 1 or always else 1)
+
+
+def _bytes_of(mask: Mask) -> Tensor:  # [N, S]
+    return mask.valid.reshape(mask.valid.shape[0], -1).contiguous().view(torch.uint8)
 
 
 def _run_on_uneven_rows(name: str, x: Tensor, rows: Rows, *tensors: Tensor) -> None:
@@ -90,7 +103,7 @@ def _run_on_uneven_rows(name: str, x: Tensor, rows: Rows, *tensors: Tensor) -> N
     _run_on_rows(name, n * r, fixed, *tensors, ends, warps=1 if block <= 128 else 4)
 
 
-def moments(x: Tensor, rows: Rows) -> Tensor:
+def moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> Tensor:
     if rows.cuts:
         stats = _floats(x, 2, x.shape[0], rows.number)
         _run_on_uneven_rows("uneven_moments", x, rows, x.contiguous(), stats)
@@ -98,7 +111,13 @@ def moments(x: Tensor, rows: Rows) -> Tensor:
     x, channels_last = dense(x)
     shape = shape_of(x, rows, channels_last)
     stats = _floats(x, 2, shape.n, shape.width)
-    _run_pass("moments", shape, x, stats, _partials(x, shape), numbers=())
+    if mask is None:
+        _run_sums("moments", shape, x, stats, _partials(x, shape), numbers=())
+        return stats
+    counted = _bytes_of(mask)
+    tensors = (x, stats, _partials(x, shape, True), counted, counted.argmax(1), mask.counts)
+    for join in (False, True):
+        _run_pass("moments", shape, *tensors, numbers=(), join=join, masked=True)
     return stats
 
 
@@ -112,7 +131,14 @@ def _stacked(x: Tensor, rows: Rows, *coefficients: Tensor | None) -> Tensor:
 
 
 def apply(
-    x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None, *, far: bool
+    x: Tensor,
+    rows: Rows,
+    standard: Coefficients,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Mask | None = None,
+    *,
+    far: bool,
 ) -> Tensor:
     if rows.cuts:
         composed = compose(standard, rows, prod(x.shape[2:]), weight, bias)
@@ -133,7 +159,8 @@ def apply(
         tensors = (*standard, weight, bias, coefficients, *[None] * 5)
         _run_on_rows("compose", ceil(n * r, BLOCK), fixed, *tensors, numbers=(0.0, 0.0))
     y = torch.empty_like(x)
-    _run_pass("apply", shape_of(x, rows, channels_last), x, y, x, coefficients)
+    third = x if mask is None else _bytes_of(mask)
+    _run_pass("apply", shape_of(x, rows, channels_last), x, y, third, coefficients, masked=mask is not None)
     return y
 
 
@@ -153,10 +180,11 @@ def gradients(
     weight: Tensor | None,
     bias: Tensor | None,
     wanted: tuple[bool, bool],
+    mask: Mask | None = None,
 ) -> Gradients:
     n, r, spatial = x.shape[0], rows.number, prod(x.shape[2:])
     center, scale, shift = standard
-    total = _row_sums(dy, x, rows, center)
+    total = _row_sums(dy, x, rows, center, mask)
     if n * r >= _MANY_ROWS or rows.cuts:
         return on_rows.through_affine(total[0], total[1], rows, spatial, standard, weight, bias, wanted)
     per_sample = n > _TALL or any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (weight, bias))
@@ -182,6 +210,12 @@ def pool(plan: Plan, stats: Tensor, size: int | Tensor) -> Pooled:
     groups, batch = plan.groups, plan.pool.over_batch
     if plan.trivial or not plan.simple or too_large(n, r, groups, batch) or not stats.numel():
         return plan.statistics(Moments(stats[0], stats[1], size))
+    if isinstance(size, Tensor):  # [N, 1], under a mask
+        found, width = _floats(stats, 3, 1 if batch else n, groups), r // groups
+        samples = min(power(n), 128 if width == 1 else 32) if batch else 1
+        fixed = (n, r, groups, batch, samples, min(power(width), 1024 // samples))
+        _run_on_rows("masked_pool", found[0].numel(), fixed, stats, size, *found)
+        return Pooled(*found)
     out = torch.empty((2, 1 if batch else n, groups), dtype=torch.float32, device=stats.device)
     mean, var = out.unbind()
     name, programs, fixed = pool_launch(n, r, groups, batch)
@@ -247,13 +281,16 @@ def back_through_pools(
     for plan, (d_mean, d_var), seen in zip(plans, gradients, pooled, strict=True):
         if d_mean is None and d_var is None:
             continue
-        assert not isinstance(seen.count, Tensor)
+        count = seen.count
+        if isinstance(count, Tensor):  # under a mask
+            whole, count = count.clamp_min(1), 1.0
+            d_mean, d_var = (None if d is None else d / whole for d in (d_mean, d_var))
         fixed = (
             0, 0, n, r, plan.groups, 0 if plan.pool.over_batch else plan.groups, *strides(d_mean), *strides(d_var),
             d_mean is not None, d_var is not None, plan.trivial, add, False, BLOCK,
         )  # fmt: skip
         tensors = (stats, out, seen.mean, d_mean, d_var)
-        _run_on_rows("back", ceil(n * r, BLOCK), fixed, *tensors, numbers=(float(max(seen.count, 1)),))
+        _run_on_rows("back", ceil(n * r, BLOCK), fixed, *tensors, numbers=(float(max(count, 1)),))
         add = True
     return out[2], out[0]
 
@@ -273,17 +310,17 @@ def move_running(
     _run_on_rows("move", 1, fixed, *tensors, numbers=numbers)
 
 
-def sparsest(point: Tensor, radius: Tensor, log: bool) -> tuple[Tensor, Tensor]:
-    """SparsestMax along the last axis, or its logarithm, and its derivative, ``[..., K, K]``."""
+def sparsest(point: Tensor, radius: Tensor, free: bool) -> tuple[Tensor, Tensor]:
+    """SparsestMax along the last axis and its derivative, ``[..., K, K]``; the identity if it is ``free`` to be so."""
     point, k = point.contiguous(), point.shape[-1]
     out, slopes, points = torch.empty_like(point), point.new_empty((*point.shape, k)), point.numel() // k
     together = 4 if k <= 4 else 1
-    fixed = (points, (16 * torch.finfo(torch.float32).eps) ** 2, k, together, power(k), log)
+    fixed = (points, (16 * torch.finfo(torch.float32).eps) ** 2, k, together, power(k), free)
     _run_on_rows("sparsest", ceil(points, together), fixed, point, radius.contiguous(), out, slopes)
     return out, slopes
 
 
-def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
+def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask | None) -> Tensor:
     """The sums of ``dy`` and of ``dy * (x - center)``, ``[2, N, R]``."""
     if rows.cuts:
         out = _floats(x, 2, x.shape[0], rows.number)
@@ -294,7 +331,13 @@ def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor) -> Tensor:
     dy = in_layout_of(dy, x, channels_last)
     shape = shape_of(x, rows, channels_last)
     out = _floats(x, 2, shape.n, shape.width)
-    _run_pass("sums", shape, dy, x, x, x, out, _stacked(x, rows, center), _partials(x, shape))
+    about, partials = _stacked(x, rows, center), _partials(x, shape)
+    if mask is None:
+        _run_sums("sums", shape, dy, x, x, x, out, about, partials)
+        return out
+    _run_pass("sums", shape, dy, x, _bytes_of(mask), out, about, partials, masked=True)
+    if tiles(shape, "sums").splits > 1:
+        _run_pass("sums", shape, dy, x, x, x, out, about, partials, join=True)
     return out
 
 
@@ -306,6 +349,7 @@ def input_gradient(
     offset: Tensor | None,
     slope: Tensor | None,
     mean: Tensor,
+    mask: Mask | None = None,
 ) -> Tensor:
     about = None if slope is None else mean
     if rows.cuts:
@@ -319,5 +363,9 @@ def input_gradient(
     dy = x if dy is None else in_layout_of(dy, x, channels_last)  # likewise
     dx = torch.empty_like(x)
     coefficients = _stacked(x, rows, scale, slope, about, offset)
-    _run_pass("gradient", shape_of(x, rows, channels_last), dy, x, x, dx, coefficients, coefficients)
+    shape = shape_of(x, rows, channels_last)
+    if mask is None:
+        _run_pass("gradient", shape, dy, x, x, dx, coefficients, coefficients)
+    else:
+        _run_pass("gradient", shape, dy, x, _bytes_of(mask), dx, coefficients, masked=True)
     return dx

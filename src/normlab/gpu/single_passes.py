@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .kernels import closed_family as closed_family_kernels
+from .kernels import masked as masked_kernels
 from .launch import Launch
 from .shapes import Shape
 from .tiles import BLOCK, JOINED, PASSES, ceil, tiles
@@ -15,14 +16,16 @@ from .tiles import BLOCK, JOINED, PASSES, ceil, tiles
 
 def pass_launch(
     name: str, shape: Shape, act: int = 0, residual: bool = False, per_channel: bool = False, *, join: bool = False,
-    at: int = 0, takes: Any = None,
+    at: int = 0, takes: Any = None, masked: bool = False,
 ) -> Launch:  # fmt: skip
     """The launch of one pass: ``moments``, ``sums``, ``apply`` or ``gradient``.
 
     ``join`` joins what a pass over splits of rows left. ``per_channel`` reads one set of coefficients a channel, not a
-    row. Moments, and the coefficients of ``gradient``, begin ``at`` in their buffer.
+    row. Moments, and the coefficients of ``gradient``, begin ``at`` in their buffer. ``masked`` takes a mask as well.
     """
     t = tiles(shape, name if name in PASSES else "write")
+    if masked and name == "moments" and shape.unit > 0 and t.inner < shape.s:
+        t = t._replace(inner=4 * t.inner)  # a long row: with smaller tiles, programs wait for memory
     sizes = (shape.n, shape.c, shape.width, shape.rows, shape.s, shape.parts, t.per_split, t.splits)
     fixed = (*sizes, shape.unit, t.outer, t.inner)
     programs = ceil(shape.rows * (2 if name == "sums" else 1), JOINED) if join else t.programs
@@ -34,7 +37,11 @@ def pass_launch(
         fixed = (*fixed, act, residual, per_channel)
     else:
         fixed = (at, *fixed, act, residual, per_channel)
-    return Launch(getattr(closed_family_kernels, name), programs, fixed, shape.device, False, takes)
+    if masked and not (name == "sums" and join):  # sums are joined alike
+        kernel = getattr(masked_kernels, f"masked_{name}")
+    else:
+        kernel = getattr(closed_family_kernels, name)
+    return Launch(kernel, programs, fixed, shape.device, False, takes)
 
 
 class PassesOfX(NamedTuple):

@@ -75,10 +75,15 @@ def _run(arguments: Sequence[str] | None) -> None:
     app(args=None if arguments is None else list(arguments), prog_name="normlab")
 
 
+def _short(sentence: str, most: int = 1500) -> str:
+    """A sentence quotes what was given, which may be a whole file."""
+    return sentence if len(sentence) <= most else f"{sentence[: most // 2]} [...] {sentence[-most // 2 :]}"
+
+
 def _words(error: BaseException) -> tuple[str, int] | None:
     """The sentence and the exit code for an error; None for a bug, which shows its traceback."""
     if isinstance(error, LabError):
-        return f"normlab: {error}", 2
+        return f"normlab: {_short(str(error))}", 2
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return "normlab: interrupted. What is finished is kept; the same command again goes on.", 130
     if isinstance(error, ModuleNotFoundError):

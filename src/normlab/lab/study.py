@@ -158,6 +158,8 @@ def train(
 
     Give ``data`` if the caller has loaded it already, by :func:`load_data` with these settings.
     """
+    if not str(folder).strip():
+        raise LabError("the folder of the run is empty; give a path, or '.' for this folder.")
     folder, watch, place = Path(folder), progress or Watcher(), pick_device(device)
     measurements = measurements_of(measure, settings)
     if data is None:

@@ -154,7 +154,7 @@ def _shared(layer: Norm) -> tuple[Tensor, Tensor]:
 def _style(layer: Norm, style: Any, x: Tensor | None) -> StyleMoments:
     if not isinstance(style, StyleMoments):
         moments = slice_moments(style)
-        var = moments.var * bessel(moments.size) if layer.statistics.unbiased else moments.var
+        var = moments.var * bessel(moments.size, moments.var.dtype) if layer.statistics.unbiased else moments.var
         style = StyleMoments(moments.mean, (var + layer.eps).sqrt())
     if x is not None and style.mean.shape[0] not in (1, x.shape[0]):
         raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..engine.masks import read_mask
 from ..statistics.kalman import Kalman
 from ..statistics.pools import Pool, batch, batch_group
 from ..statistics.registry import register
@@ -20,6 +21,7 @@ from ..statistics.renorm import Renorm
 from ..statistics.running import Policy
 from ..statistics.single import Single
 from .checks import as_node, check_beside, check_input
+from .conditions import current
 from .norm import Norm
 
 __all__ = [
@@ -208,12 +210,16 @@ class KalmanNorm(OverBatch):
         )
         self.posterior = None
 
-    def forward(self, x: Tensor, prior: tuple[Tensor, Tensor] | None = None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, prior: tuple[Tensor, Tensor] | None = None, *, mask: Any = None
+    ) -> Tensor:
         if isinstance(x, Proxy):
-            return as_node(self, x, {"prior": prior})
+            return as_node(self, x, {"prior": prior, "mask": mask})
         check_input(self, x)
+        mask = current(self).mask if mask is None else mask
+        mask = None if mask is None else read_mask(mask, x)
         if prior is None:
-            return self._then(self._run(x, None, 0, None))
+            return self._then(self._run(x, None, 0, None, mask=mask), mask)
         if not isinstance(prior, (tuple, list)):
             raise TypeError(f"a prior is a pair of tensors, a mean and a variance; got {type(prior).__name__}")
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in prior]
@@ -221,14 +227,19 @@ class KalmanNorm(OverBatch):
             raise ValueError(f"a prior is a mean and a variance of [{self.num_features}] each; got shapes {shapes}")
         for t in prior:
             check_beside("each of the prior's tensors", t, x, "it")
-        return self._then(self._run(x, None, 0, None, None, tuple(prior) if self._uses_batch() else ()))
+        extra = tuple(prior) if self._uses_batch() else ()
+        return self._then(self._run(x, None, 0, None, None, extra, mask), mask)
 
     def _update_in_kernel(self, segments: Any) -> None:
         """No kernel moves the running statistics on its way: the posterior is what :meth:`_observe` is told."""
 
     def _observe(self, seen: Any, segments: Any, x: Tensor) -> None:
         pooled = seen[0]
-        self.posterior = tuple(t.detach().mean(0).to(x.dtype) for t in (pooled.mean, pooled.var))  # type: ignore[assignment]
+        found = torch.stack((pooled.mean, pooled.var)).detach()
+        if isinstance(pooled.count, Tensor):  # a mask may hide whole ghost batches
+            there = (pooled.count > 0).to(found.dtype)
+            found = found * there * (there.shape[0] / there.sum(0).clamp_min(1))
+        self.posterior = tuple(found.mean(1).to(x.dtype).unbind())  # type: ignore[assignment]
         super()._observe(seen, segments, x)
 
 

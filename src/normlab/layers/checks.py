@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Proxy
 
+from ..engine.backends import must_trace
+from ..engine.masks import Mask
 from ..engine.messages import shown, words
 from ..statistics.plans import Segments
 
 if TYPE_CHECKING:
+    from ..statistics.pools import Pool
     from .norm import Norm
 
 
@@ -155,19 +158,20 @@ def _rank_hint(layer: Norm, x: Tensor) -> str:
     return ""
 
 
-def check_counts(layer: Norm, x: Tensor, spatial: int, segments: Sequence[Segments]) -> None:
+def check_counts(layer: Norm, x: Tensor, spatial: int, segments: Sequence[Segments], mask: Mask | None = None) -> None:
     """Refuse one value a statistic, where torch does and where a running variance would be undefined."""
     if layer.process_group is not None or not x.shape[0]:
+        return
+    if mask is not None:
+        if x.device.type == "cpu" and not must_trace(x):  # elsewhere looking at the mask would wait for it
+            _check_counts_of_mask(layer, x, segments, mask)
         return
     alone = len(layer.statistics.pools) == 1
     for pool, s in zip(layer.statistics.pools, segments, strict=True):
         a_sample = layer.num_features * spatial // pool.tracked(layer.num_features)
         if not pool.over_batch:
             if alone and pool.kind == "channel" and a_sample <= 1:
-                raise ValueError(
-                    f"instance norm of {list(x.shape)} has one value a statistic, so every output would be the "
-                    "bias; use layer, group or batch statistics here"
-                )
+                raise _one_value_a_sample(x)
             continue
         values = a_sample * (x.shape[0] if pool.ghost is None else min(pool.ghost, x.shape[0]))
         if pool.ghost is not None and x.shape[0] % pool.ghost:
@@ -177,11 +181,41 @@ def check_counts(layer: Norm, x: Tensor, spatial: int, segments: Sequence[Segmen
             members = torch.bincount(s.index)
             values = a_sample * int(members[members > 0].min())
         if values <= 1:
+            raise _one_value(x, pool)
+
+
+def _check_counts_of_mask(layer: Norm, x: Tensor, segments: Sequence[Segments], mask: Mask) -> None:
+    """The same for the values that count. A sample without any is left out, a batch without any is refused."""
+    counts = mask.counts.squeeze(1)
+    for pool, s in zip(layer.statistics.pools, segments, strict=True):
+        if not pool.over_batch:
+            if len(layer.statistics.pools) == 1 and pool.kind == "channel" and int(counts.max()) == 1:
+                raise _one_value_a_sample(x)
+            continue
+        totals = counts.sum(0, keepdim=True)
+        if s.index is not None:
+            totals = counts.new_zeros(s.number).index_add(0, s.index, counts)
+        if not int(totals.max()):
             raise ValueError(
-                f"expected more than 1 value per statistic when training; got {list(x.shape)} for "
-                f"{pool} statistics. Use a larger batch, or statistics within each sample (group, layer, or "
-                "a mixture without batch)"
+                f"the mask hides every position of this batch, {list(x.shape)}, so {pool} statistics have no value; "
+                "leave such a batch out"
             )
+        if int(totals[totals > 0].min()) * layer.num_features <= pool.tracked(layer.num_features):
+            raise _one_value(x, pool)
+
+
+def _one_value_a_sample(x: Tensor) -> ValueError:
+    return ValueError(
+        f"instance norm of {list(x.shape)} has one value a statistic, so every output would be the bias; use layer, "
+        "group or batch statistics here"
+    )
+
+
+def _one_value(x: Tensor, pool: Pool) -> ValueError:
+    return ValueError(
+        f"expected more than 1 value per statistic when training; got {list(x.shape)} for {pool} statistics. Use a "
+        "larger batch, or statistics within each sample (group, layer, or a mixture without batch)"
+    )
 
 
 def check_transform(layer: Norm, seen: Tensor, stored: Tensor) -> None:

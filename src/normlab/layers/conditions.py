@@ -113,6 +113,7 @@ class Route(NamedTuple):
     branch: Any = None
     label: Any = None
     style: Any = None
+    mask: Any = None
 
 
 class RouteScope(NamedTuple):
@@ -130,6 +131,10 @@ route_scope: ContextVar[RouteScope] = ContextVar("normlab_routes", default=Route
 # take the route that was entered last, in whichever thread.
 _TRACED = tuple(int(v) for v in torch.__version__.split(".")[:2]) >= (2, 15)
 _last: list[RouteScope] = [route_scope.get()]
+
+
+# Not empty once a mask was routed in this process. Until then, layers that take no condition look for no route.
+MASKS_ROUTED: list[bool] = []
 
 
 def set_scope(scope: RouteScope) -> None:

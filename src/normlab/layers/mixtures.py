@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..engine.arguments import check_arguments
+from ..engine.messages import nearest
 from ..statistics.mixture import Mixture
 from ..statistics.modes import Modes
 from ..statistics.pools import Pool
@@ -24,7 +25,7 @@ __all__ = [
 
 @register("switchable")
 class SwitchNorm(OverBatch):
-    """Switchable norm: a learned mixture of pools, one softmax for the means and one for the variances.
+    """Switchable norm: a learned mixture of pools, with weights for the means and weights for the variances.
 
     Args:
         pools: any pools; without ``"batch"`` for batches of one image.
@@ -34,10 +35,11 @@ class SwitchNorm(OverBatch):
             weights are among them: run :func:`normlab.calibrate` before evaluating.
         unbiased: take the variances of the official code, which are those of ``torch.var`` for each channel of each
             sample. Give it to compute what a model trained with that code computes, see :func:`normlab.load_official`.
+        weighting: ``"softmax"`` of logits, or ``"projection"``: the parameters are the weights, and can be one-hot.
     """
 
     _pools: tuple[str, ...] = ("instance", "layer", "batch")
-    _weighting = "softmax"
+    _weightings: tuple[str, ...] = ("softmax", "projection")  # the first is the default
 
     def __init__(
         self,
@@ -55,13 +57,17 @@ class SwitchNorm(OverBatch):
         moving_average: bool = True,
         unbiased: bool = False,
         ghost: int | None = None,
+        weighting: str | None = None,
         act: str | None = None,
     ) -> None:
+        if weighting is not None and weighting not in self._weightings:
+            known = nearest(str(weighting), self._weightings)
+            raise ValueError(f"{type(self).__name__} has no weighting {weighting!r}; {known}")
         check_arguments(last_gamma=last_gamma, moving_average=moving_average)
         statistics = Mixture.of(
             self._pools if pools is None else pools,
             groups=groups,
-            weighting=self._weighting,
+            weighting=weighting or self._weightings[0],
             average="moving" if moving_average else "batch",
             unbiased=unbiased,
         )
@@ -83,19 +89,31 @@ class SwitchNorm(OverBatch):
 
     def importance(self) -> dict[str, tuple[float, float]]:
         """The weight of each pool in the mean and in the variance; averaged over groups of weights."""
-        assert isinstance(self.statistics, Mixture)
-        return self.statistics.importance(self._learned_values())
+        return self._mixture.importance(self._learned_values())
 
     @torch.no_grad()
     def harden(self) -> None:
-        """Put all weight on the largest, for means and variances each, and stop learning the mixture (sparse SN)."""
+        """Put all weight on the largest, for means and variances each, and stop learning the mixture (sparse SN).
+
+        The parameters of the mixture still take part in backward, and get gradients of zero: a model that
+        ``DistributedDataParallel`` has wrapped stays as it knows it.
+        """
+        for name in self._mixture.names:
+            self._choose(name)
+
+    def _choose(self, name: str) -> None:
+        values = getattr(self, name)
+        best = torch.zeros_like(values, dtype=torch.bool).scatter_(0, values.argmax(0, keepdim=True), True)
+        values.copy_(self._mixture.chosen(best))
+
+    @property
+    def _mixture(self) -> Mixture:
         assert isinstance(self.statistics, Mixture)
-        for name in ("mean_weight", "var_weight"):
-            logits = getattr(self, name)
-            best = logits.argmax(0, keepdim=True)
-            # Far enough apart that softmax is one-hot exactly; finite, so that weight decay cannot make it NaN.
-            logits.fill_(-1e4).scatter_(0, best, 0)
-            logits.requires_grad_(False)
+        return self.statistics
+
+    def extra_repr(self) -> str:
+        kind = self._mixture.weighting
+        return super().extra_repr() + (f", weighting={kind}" if kind != self._weightings[0] else "")
 
 
 @register("sparse_switchable")
@@ -105,21 +123,20 @@ class SparseSwitchNorm(SwitchNorm):
     Call ``set_radius(progress)`` (or :func:`normlab.set_radius` for a whole model) with the share of training done.
     """
 
-    _weighting = "sparsestmax"
+    _weightings = ("sparsestmax",)
 
     @torch.no_grad()
     def set_radius(self, radius: float) -> None:
-        """The radius in [0, 1]. A mixture that has become one-hot is stored so and no longer learned."""
+        """The radius in [0, 1]. A mixture that it made one-hot is stored so and no longer learned: see ``harden``."""
         check_arguments(radius=radius)
-        assert isinstance(self.statistics, Mixture)
         self.radius.fill_(radius)  # type: ignore[union-attr]
-        weights = self.statistics.weights(self._learned_values())
-        for name, w in zip(("mean_weight", "var_weight"), weights, strict=True):
-            logits = getattr(self, name)
-            if logits.requires_grad and bool((w.amax(0) > 1 - 1e-6).all()):
-                logits.copy_(w.round())
-                logits.requires_grad_(False)
-                logits.grad = None
+        pools = len(self._mixture.members)
+        if radius < ((pools - 1) / pools) ** 0.5:  # weights of zero may still come back
+            return
+        weights = self._mixture.weights(self._learned_values())
+        for name, w in zip(self._mixture.names, weights, strict=True):
+            if bool((w.amax(0) > 1 - 1e-6).all()):
+                self._choose(name)
 
 
 @register("mode")

@@ -13,6 +13,7 @@ from torch.fx import Proxy
 from ..engine.arguments import check_arguments
 from ..engine.backends import choice_is_lost, choice_scope, chosen, kernels, kernels_serve, must_trace
 from ..engine.contract import Update
+from ..engine.masks import Mask, hidden, read_mask
 from ..engine.normalize import normalize
 from ..statistics import running
 from ..statistics.activation import activate, check_activation
@@ -33,7 +34,7 @@ from .checks import (
     check_place,
     check_residual,
 )
-from .conditions import conditions, first_condition, plain_condition
+from .conditions import MASKS_ROUTED, conditions, current, first_condition, plain_condition
 from .memory import KnownCalls, Processes, layout_of
 from .running_state import AXES, check_run_shape, observe_batch, plans_of, set_run_shape, sources_of, update_in_kernel
 from .state_dict import complete_state, order_branches
@@ -291,35 +292,46 @@ class Norm(nn.Module):
         branch: Any = None,
         style: Any = None,
         residual: Tensor | None = None,
+        mask: Any = None,
     ) -> Tensor:
         """Normalize ``x``. ``condition`` is the layer's label, branch or style, whichever it takes first.
 
-        ``residual``, of the shape of ``x``, is added before the activation.
+        ``residual``, of the shape of ``x``, is added before the activation. ``mask``, ``[N, *S]`` bool, is True where a
+        value counts; elsewhere the output and the gradient are zero.
         """
         if isinstance(x, Proxy):
             given = {"condition": condition, "label": label, "branch": branch, "style": style}
-            return as_node(self, x, given | {"residual": residual})
+            return as_node(self, x, given | {"residual": residual, "mask": mask})
+        if mask is None and MASKS_ROUTED:
+            mask = current(self).mask
         if not self._surrounds:
-            return self._normalize(x, condition, label, branch, style, residual)
+            return self._normalize(x, condition, label, branch, style, residual, mask)
         statistics = self.statistics
         if statistics.channels_at_end:
             check_last_axis(self, x, residual)
             x, residual = (x.movedim(-1, 1), residual.movedim(-1, 1) if isinstance(residual, Tensor) else residual)
-        y = self._normalize(x, condition, label, branch, style, residual)
+        if mask is not None:
+            check_input(self, x)
+            mask = read_mask(mask, x)
+        y = self._normalize(x, condition, label, branch, style, residual, mask)
         if statistics.finishes:
             y = statistics.finish(y, self._learned_values())
-        if statistics.channels_at_end:
-            y = y.movedim(1, -1)
-        return self._then(y)
+            y = y if mask is None else hidden(y, mask.valid)
+        return self._then(y.movedim(1, -1) if statistics.channels_at_end else y, mask)
 
-    def _then(self, y: Tensor) -> Tensor:
-        """Dropout and activation, where they follow."""
-        return self.act(self.drop(y)) if self._followed else y  # type: ignore[operator]
+    def _then(self, y: Tensor, mask: Mask | None = None) -> Tensor:
+        """Dropout and activation, where they follow. The output at padding stays zero."""
+        if not self._followed:
+            return y
+        y = self.act(self.drop(y))  # type: ignore[operator]
+        if mask is None:
+            return y
+        return hidden(y, mask.valid.movedim(1, -1) if self.statistics.channels_at_end else mask.valid)
 
     def _normalize(
-        self, x: Tensor, condition: Any, label: Any, branch: Any, style: Any, residual: Tensor | None
+        self, x: Tensor, condition: Any, label: Any, branch: Any, style: Any, residual: Tensor | None, mask: Any
     ) -> Tensor:
-        if not torch.compiler.is_compiling() and label is branch is style is None:
+        if mask is None and not torch.compiler.is_compiling() and label is branch is style is None:
             y = self._run_cached(x, condition, residual)
             if y is not None:
                 return y
@@ -335,7 +347,8 @@ class Norm(nn.Module):
                 if condition is not None:
                     given[first_condition(self)] = condition
                 label, branch, style = conditions(self, given, x)
-        return self._run(x, label, 0 if branch is None else branch, style, residual)
+        mask = None if mask is None else read_mask(mask, x)
+        return self._run(x, label, 0 if branch is None else branch, style, residual, mask=mask)
 
     def _run_cached(self, x: Any, condition: Any, residual: Tensor | None) -> Tensor | None:
         """By the compiled host path, where it has served a call like this one: nothing then remains to be checked."""
@@ -381,20 +394,31 @@ class Norm(nn.Module):
         style: Any,
         residual: Tensor | None = None,
         extra: tuple[Tensor, ...] = (),
+        mask: Mask | None = None,
     ) -> Tensor:
         if not torch.compiler.is_compiling():
             if not running.in_backward():
                 self._known_calls.scope = chosen()
             elif choice_is_lost(scope := self._known_calls.scope):
                 with choice_scope(scope):
-                    return self._run(x, label, branch, style, residual, extra)
+                    return self._run(x, label, branch, style, residual, extra, mask)
+        if mask is not None and self.statistics.per_position:  # no position sees another
+            residual = None if residual is None else hidden(residual, mask.valid)
+            if self.eps:
+                x = hidden(x, mask.valid)
+            else:  # a position of zeros would have no deviation to divide by
+                ramp = torch.linspace(1, 2, x.shape[1], dtype=x.dtype, device=x.device)
+                x = torch.where(mask.valid, x, ramp.reshape(-1, *(1,) * (x.dim() - 2)))
+            return hidden(self._run(x, label, branch, style, residual, extra), mask.valid)
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
-        if kernels_serve(x) and alike and not must_trace(x):
+        if mask is None and kernels_serve(x) and alike and not must_trace(x):
             done = self._run_by_kernels(x, label, branch, style, residual, extra)
             if done is not None:
                 return done
-        y = self._run_by_passes(x, label, branch, style, extra)
+        y = self._run_by_passes(x, label, branch, style, extra, mask)
+        if residual is not None and mask is not None:
+            residual = hidden(residual, mask.valid)
         return activate(y if residual is None else y + residual, self.fused_act)
 
     def _run_by_kernels(
@@ -441,7 +465,7 @@ class Norm(nn.Module):
         return y
 
     def _run_by_passes(
-        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...]
+        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...], mask: Mask | None
     ) -> Tensor:
         if self.statistics.per_position:
             return self.statistics.whole(x, *collapsed(self, label, branch, style, x), self.eps)
@@ -449,7 +473,7 @@ class Norm(nn.Module):
         live_batch = self._uses_batch()
         rows, segments, plans = plans_of(self, x, spatial, branch, live_batch)
         if live_batch:
-            check_counts(self, x, spatial, segments)
+            check_counts(self, x, spatial, segments, mask)
         check_run_shape(self, x, live_batch)
         sources = sources_of(self, plans, rows, branch, live_batch)
         rule: Rule = self.statistics.rule(sources)
@@ -463,7 +487,7 @@ class Norm(nn.Module):
                 rule = PredictedOfPools(of_pools, rows, self.key_size)
             tensors = (*tensors, *predictor_tensors(self, weight, bias, x))
             weight = bias = None
-        y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows)
+        y, seen = normalize(x, rule, tensors, weight=weight, bias=bias, rows=rows, mask=mask)
         if live_batch and (x.shape[0] or self.process_group is not None):
             self._observe(seen, segments, x)
         return y

@@ -1,7 +1,8 @@
 """Taking over from plain batch norm.
 
 One function serves loading and surgery: a state dict with batch norm's keys is completed in place, so that the layer
-that loads it computes what the batch norm computed, where it can.
+that loads it computes what the batch norm computed, where it can. What batch norm does not have stays as the layer has
+it: a mixture keeps its weights.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
         value = state[prefix + name]
         if isinstance(value, Tensor) and value.shape != own[name].shape and value.numel() == own[name].numel():
             state[prefix + name] = value.reshape(own[name].shape)
+    learned = {n: state[prefix + n] for n in given}
+    layer.statistics.adapt_learned(learned)
+    for name in given - learned.keys():
+        del state[prefix + name]
+    state |= {prefix + name: value for name, value in learned.items()}
     if not given or not given <= _PLAIN:
         return
     place = state[prefix + next(iter(given))].device
@@ -58,11 +64,9 @@ def complete_state(layer: Norm, state: dict[str, Any], prefix: str) -> None:
             continue
         if name == "num_batches_tracked" or (value.dim() and value.shape[-1] == own[name].shape[-1]):
             state[prefix + name] = value.expand_as(own[name]).clone()
-    moved |= layer.statistics.start_as_batch()
     for name, value in moved.items():
         state[prefix + name] = value
-    learned = (*layer._learned, *layer._predictor)
-    for name in learned:  # a gate or predictor has nothing to take over: it starts as constructed
+    for name in (*layer._learned, *layer._predictor):  # a mixture, a gate or a predictor: batch norm has none
         state.setdefault(prefix + name, own[name])
 
 

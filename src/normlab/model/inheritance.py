@@ -8,18 +8,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ..layers.mixtures import SwitchNorm
 from ..layers.norm import Norm
 from ..layers.state_dict import complete_state
 from ..statistics.affine import compose
+from ..statistics.base import Statistics
+from ..statistics.mixture import Mixture
 from ..statistics.pools import Pool
+from .confirmation import NEW, SAME, SAME_IN_EVALUATION, confirm
 from .description import Plain, canonical, is_norm, read
 
-SAME, SAME_IN_EVALUATION, NEW = "same function", "same function in evaluation mode", "new function"
+
+def take_over(new: nn.Module, old: nn.Module, source: Plain) -> tuple[str, list[str]]:
+    """Copy the old layer's values into the new one; say whether that makes the same function, and what to know."""
+    kept, notes = _copy_values(new, old, source)
+    kept, more = confirm(kept, new, old, source)
+    return kept, notes + more
 
 
 @torch.no_grad()
-def take_over(new: nn.Module, old: nn.Module, source: Plain) -> tuple[str, list[str]]:
-    """Copy the old layer's values into the new one; say whether that makes the same function, and what to know."""
+def _copy_values(new: nn.Module, old: nn.Module, source: Plain) -> tuple[str, list[str]]:
     state = {
         "weight": source.weight, "bias": source.bias, "running_mean": source.mean, "running_var": source.var,
         "num_batches_tracked": source.batches,
@@ -31,7 +39,7 @@ def take_over(new: nn.Module, old: nn.Module, source: Plain) -> tuple[str, list[
     if isinstance(old, Norm) and source.reason:
         return _from_own(new, old), []
     notes = []
-    place = _place_of(new, source)
+    place = place_of_pool(new, source)
     statistics = new.statistics
     if new.track_running_stats:
         before = old.statistics if isinstance(old, Norm) else None
@@ -51,7 +59,7 @@ def _fill(new: nn.Module, given: Mapping[str, Tensor]) -> None:
             own[name].copy_(value)
 
 
-def _place_of(new: Norm, source: Plain) -> int | None:
+def place_of_pool(new: Norm, source: Plain) -> int | None:
     """Which of the new layer's pools is the old layer's, or can hold its running statistics."""
     if source.pool is None:
         return None
@@ -61,6 +69,17 @@ def _place_of(new: Norm, source: Plain) -> int | None:
         if wanted in pools:
             return pools.index(wanted)
     return None
+
+
+def weighting_for(new: SwitchNorm, old: nn.Module, source: Plain) -> str | None:
+    """The weighting with which a switchable norm starts as ``old``, and learns. None: its own."""
+    own, before = new.statistics, getattr(old, "statistics", None)
+    assert isinstance(own, Mixture)
+    if own.weighting != "softmax":
+        return None
+    if isinstance(before, Mixture) and source.reason:  # several pools, which a softmax may have too
+        return None if before.weighting == "softmax" else "projection"
+    return None if place_of_pool(new, source) is None else "projection"
 
 
 def _kept(new: Norm, source: Plain, place: int | None) -> str:
@@ -99,16 +118,24 @@ def _kept_by_torch(new: nn.Module, source: Plain) -> str:
 def _from_own(new: Norm, old: Norm) -> str:
     """From one of normlab's layers to another, where one affine map and one set of statistics is not all there is."""
     given = {n: t.detach().clone() for n, t in old.state_dict().items()}
+    new.statistics.adapt_learned(given, old.statistics)
     terms, before = set(new.affine_terms), set(old.affine_terms)
     merged = "shared" in before - terms and before - {"shared"} <= terms and bool(before & {"class", "branch"})
     if merged:
         given |= merge_tables(old)
     _fill(new, given)
     new._run_shape = old._run_shape if new.statistics == old.statistics else None
-    names = ("statistics", "branches", "num_classes", "eps", "track_running_stats", "key_size")
-    same = all(getattr(new, n) == getattr(old, n) for n in names)
+    names = ("branches", "num_classes", "eps", "track_running_stats", "key_size")
+    same = all(getattr(new, n) == getattr(old, n) for n in names) and _alike(new.statistics, old.statistics)
     affine = (before <= terms or merged) and not (terms - before) & {"style", "predicted"}
     return SAME if same and affine else NEW
+
+
+def _alike(new: Statistics, old: Statistics) -> bool:
+    """Whether the two are equal, or mixtures that only weigh their pools in another way, which can be translated."""
+    if isinstance(new, Mixture) and isinstance(old, Mixture):
+        return replace(new, weighting=old.weighting) == old
+    return new == old
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from ..layers import Norm
 from ..layers.by_name import family, fit_to_channels, make_layer, options_of
 from ..statistics.registry import NORMALIZERS, Normalizer, register
 from .description import Plain
-from .inheritance import NEW, take_over
+from .inheritance import NEW, take_over, weighting_for
 from .official import options_of_twin
 
 # What leaves no layer: nothing at all, or weights that are normalized instead.
@@ -94,13 +94,9 @@ class LayerMaker:
         options, notes = self._options(source)
         if self.last_gamma:
             options["last_gamma"] = last
-        if self.named:
-            new = make_layer(self.named, source.channels, source.dims, options)
-        else:
-            make, name = self.make, self._channels() if inspect.isclass(self.make) else ""
-            new = make(**{name: source.channels}, **options) if name else make(source.channels, **options)
-            if not isinstance(new, nn.Module):
-                raise TypeError(f"{self.title}({source.channels}) gave {type(new).__name__}, not a module")
+        new = self._make(source, options)
+        if self.keep and "weighting" in self.takes - options.keys() and isinstance(new, layers.SwitchNorm):
+            new = self._make(source, options | {"weighting": weighting_for(new, source.twin or module, source)})
         new = new.to(device=device, dtype=dtype)
         if isinstance(new, Norm):
             if new.track_running_stats:
@@ -114,6 +110,15 @@ class LayerMaker:
             kept = NEW  # whatever it normalizes, an activation follows that was not there
         _freeze(new, source)
         return new, kept, notes
+
+    def _make(self, source: Plain, options: dict[str, Any]) -> nn.Module:
+        if self.named:
+            return make_layer(self.named, source.channels, source.dims, options)
+        make, name = self.make, self._channels() if inspect.isclass(self.make) else ""
+        new = make(**{name: source.channels}, **options) if name else make(source.channels, **options)
+        if not isinstance(new, nn.Module):
+            raise TypeError(f"{self.title}({source.channels}) gave {type(new).__name__}, not a module")
+        return new
 
     def _options(self, source: Plain) -> tuple[dict[str, Any], list[str]]:
         """What the new layer is told: options given, then what the old layer has, then the defaults."""

@@ -61,6 +61,7 @@ class Statistics:
     reads_running: ClassVar[bool] = False  # whether the rule reads running statistics while the batch's normalize
     synchronizes: ClassVar[bool] = True  # whether processes may share the statistics of a batch
     weighs_pools: ClassVar[bool] = False  # whether ``logits`` weight the pools
+    projects: bool = False  # whether kernels project ``logits`` onto the simplex, and do not take their softmax
     per_position: ClassVar[bool] = False  # whether coefficients vary over space: then there are no pools and no rule
     channels_at_end: ClassVar[bool] = False  # whether inputs are [*, C], as transformers have them
     finishes: ClassVar[bool] = False  # whether ``finish`` does anything
@@ -90,7 +91,7 @@ class Statistics:
         return tuple(p.values())
 
     def logits(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Two tensors that softmax turns into the weights of pools, where these statistics weight pools."""
+        """Two tensors that softmax, or a projection, turns into the weights of pools, where pools have weights."""
         return ()
 
     def importance(self, p: Mapping[str, Tensor]) -> dict[str, tuple[float, float]] | None:
@@ -134,9 +135,11 @@ class Statistics:
         """Fill ``state`` so that pool ``place`` alone standardizes; ``names`` are its buffers. Notes for the user."""
         return []
 
-    def start_as_batch(self) -> dict[str, Tensor]:
-        """Learned values with which these statistics are batch norm's, where a plain batch norm is loaded."""
-        return {}
+    def adapt_learned(self, state: dict[str, Tensor], before: Statistics | None = None) -> None:
+        """Turn what related statistics have learned, in ``state``, into values of these.
+
+        ``before`` are those statistics, where they are known; otherwise the names in ``state`` tell.
+        """
 
     def combine(self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float) -> Coefficients:
         raise TypeError(f"{type(self).__name__} needs a combine(statistics, *tensors, eps) method")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,18 +18,29 @@ from .base import Kernels, PlainPool, Sources, Statistics
 from .pools import Pool, parse_pool
 from .registry import register
 from .running import Track
-from .sparsestmax import sparsest_logits, sparsestmax
-from .weighted_pools import Unbiased, WeightedPools, softmax_weights
+from .sparsestmax import project, sparsest_shares
+from .weighted_pools import Unbiased, WeightedPools, projected_weights, softmax_weights
 
-_ONE_HOT = 16.0  # logits this far apart: softmax is one-hot to float32 rounding, and its gradient not quite zero
+_NEARLY = 16.0  # logits this far apart: softmax leaves 1e-7 to each other pool, and its gradient is not quite zero
+# What a chosen pool is ahead of the others. Every weighting is then one-hot exactly and has no gradient. Neither what
+# is left of momentum nor weight decay, in tens of thousands of steps, changes that. Half precision holds it.
+_CHOSEN = 1e4
+
+
+_WEIGHTINGS = ("softmax", "projection", "sparsestmax")
 
 
 @dataclass(frozen=True)
 class Mixture(Statistics):
     """Switchable normalization: learned weights over any set of pools, one set for means and one for variances.
 
-    ``groups`` channel groups have weights of their own (group SN). ``weighting`` is ``"softmax"`` or ``"sparsestmax"``,
-    which reaches one-hot weights as its radius grows (sparse SN). ``unbiased`` takes the official code's variances.
+    ``groups`` channel groups have weights of their own (group SN). ``unbiased`` takes the official code's variances.
+    ``weighting`` is one of three:
+
+    - ``"softmax"`` of logits.
+    - ``"projection"``: the parameters are the weights, projected onto the simplex. They can be one-hot exactly and
+      learn from there, so conversions start so.
+    - ``"sparsestmax"``, which reaches one-hot weights as its radius grows (sparse SN).
     """
 
     members: tuple[Pool, ...]
@@ -47,7 +58,7 @@ class Mixture(Statistics):
         if len({str(p) for p in self.members}) != len(self.members):
             raise ValueError(f"each pool may stand once in a mixture; got {', '.join(map(str, self.members))}")
         check_arguments(groups=self.groups, unbiased=self.unbiased)
-        for what, known in (("weighting", ("softmax", "sparsestmax")), ("average", ("moving", "batch"))):
+        for what, known in (("weighting", _WEIGHTINGS), ("average", ("moving", "batch"))):
             if getattr(self, what) not in known:
                 raise ValueError(
                     f"there is no {what} {shown(getattr(self, what))}; {nearest(getattr(self, what), known)}"
@@ -88,25 +99,40 @@ class Mixture(Statistics):
         how = "total" if self.average == "batch" else "used" if self.unbiased else "unbiased"
         return tuple(Track((p.tracked(channels),), how) if p.over_batch else None for p in self.pools)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The parameters that weigh the means and the variances. Each kind has names of its own in state dicts."""
+        return ("mean_share", "var_share") if self.weighting == "projection" else ("mean_weight", "var_weight")
+
+    @property
+    def projects(self) -> bool:  # type: ignore[override]
+        return self.weighting != "softmax"
+
     def parameters(self, channels: int) -> dict[str, Tensor]:
         shape = (len(self.members),) if self.groups == 1 else (len(self.members), self.groups)
-        values = {"mean_weight": torch.ones(shape), "var_weight": torch.ones(shape)}
+        start = 1 / len(self.members) if self.weighting == "projection" else 1.0
+        values = {name: torch.full(shape, start) for name in self.names}
         if self.weighting == "sparsestmax":
             values["radius"] = torch.zeros(())  # a buffer: grows on a schedule, is not learned
         return values
 
     def weights(self, p: Mapping[str, Tensor]) -> Tensor:  # [2, K] or [2, K, groups]
         """The importance weights of means and of variances."""
-        if self.weighting == "sparsestmax":
-            return _sparsest(p["mean_weight"], p["var_weight"], p["radius"])
-        return softmax_weights(p["mean_weight"], p["var_weight"])
+        return self._weighting(*self.tensors(p))
+
+    def tensors(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        both = tuple([p[name] for name in self.names])
+        return (*both, p["radius"]) if self.weighting == "sparsestmax" else both
 
     def logits(self, p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Two, of which softmax makes the weights."""
         if self.weighting == "sparsestmax":
             both = at_least_float32(torch.stack((p["mean_weight"], p["var_weight"])))
-            return sparsest_logits(both, p["radius"]).unbind()
-        return p["mean_weight"], p["var_weight"]
+            return sparsest_shares(both, p["radius"]).unbind()
+        return self.tensors(p)
+
+    @property
+    def _weighting(self) -> Callable[..., Tensor]:
+        return {"softmax": softmax_weights, "projection": projected_weights, "sparsestmax": _sparsest}[self.weighting]
 
     def importance(self, p: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         """The weight of each pool in the mean and in the variance; averaged over groups of weights."""
@@ -129,47 +155,66 @@ class Mixture(Statistics):
         return PlainPool(int(at.min()), trains=not self.unbiased)
 
     def stands_for(self, momentum: float | None) -> tuple[bool, bool]:
-        return not self.unbiased, True
+        exact = self.weighting != "softmax" or len(self.members) == 1
+        return exact and not self.unbiased, exact
 
     def start_at(self, place: int | None, state: dict[str, Tensor], names: tuple[str, str] | None) -> list[str]:
-        for name in ("mean_weight", "var_weight"):
+        for name in self.names:
             state.pop(name, None)
         if place is None:  # equal weights
             return []
-        state |= {n: self.one_hot_logits(place) for n in ("mean_weight", "var_weight")}
+        state |= {n: self.one_pool(place) for n in self.names}
         if names is not None and names[0] != "running_mean" and "running_mean" in state:
             state |= {names[0]: state.pop("running_mean"), names[1]: state.pop("running_var")}
-        if self.weighting == "softmax":
-            return ["the mixture starts on one pool and leaves it slowly; keep=False starts from equal weights"]
-        return ["a sparse mixture on one pool does not learn another; keep=False starts from equal weights"]
+        if self.weighting == "softmax" and len(self.members) > 1:
+            return ["softmax leaves 1e-7 to the other pools and learns slowly; weighting='projection' does neither"]
+        return []
 
-    def start_as_batch(self) -> dict[str, Tensor]:
-        members = [p.name for p in self.members]
-        if "batch" not in members:
-            return {}
-        logits = self.one_hot_logits(members.index("batch"))
-        return {"mean_weight": logits, "var_weight": logits.clone()}
+    def one_pool(self, k: int) -> Tensor:
+        """Parameters with which pool ``k`` has all the weight (nearly, of a softmax), and can lose it."""
+        values = torch.zeros(len(self.members))
+        values[k] = _NEARLY if self.weighting == "softmax" else 1.0
+        return values if self.groups == 1 else values.unsqueeze(1).repeat(1, self.groups)
 
-    def one_hot_logits(self, k: int) -> Tensor:
-        """Logits that put all the weight on pool ``k``."""
-        logits = torch.zeros(len(self.members))
-        logits[k] = _ONE_HOT
-        return logits if self.groups == 1 else logits.unsqueeze(1).repeat(1, self.groups)
+    def chosen(self, best: Tensor) -> Tensor:
+        """Parameters with which the pools ``best``, of ``[K]`` or ``[K, groups]``, have all the weight for good."""
+        return torch.where(best, 0.0, -_CHOSEN)
+
+    def adapt_learned(self, state: dict[str, Tensor], before: Statistics | None = None) -> None:
+        given = "projection" if "mean_share" in state else "sparsestmax" if "radius" in state else "softmax"
+        if isinstance(before, Mixture):
+            given = before.weighting
+        elif given == "softmax" and self.weighting == "sparsestmax":
+            return  # or logits of its own, in a state dict without the radius: strict loading then asks for it
+        before = replace(self, weighting=given)
+        needed = {*before.names, *(("radius",) if given == "sparsestmax" else ())}
+        if given == self.weighting or not needed <= state.keys():
+            return
+        weights, kind = before.weights(state), state[before.names[0]].dtype
+        for name in needed:
+            del state[name]
+        if self.weighting == "softmax":  # a weight of zero stays so
+            weights = torch.where(weights > 0, weights.log(), -_CHOSEN)
+        elif self.weighting == "sparsestmax":
+            state["radius"] = weights.new_zeros((), dtype=kind)
+        state |= {name: w.to(kind) for name, w in zip(self.names, weights, strict=True)}
 
     def rule(self, sources: Sources) -> Rule:
-        rule = WeightedPools(sources, softmax_weights if self.weighting == "softmax" else _sparsest, self.groups)
+        rule = WeightedPools(sources, self._weighting, self.groups)
         return Unbiased(rule) if self.unbiased else rule
 
     def closed_rule(self, sources: Sources) -> Rule:
-        return WeightedPools(sources, softmax_weights, self.groups)
+        return WeightedPools(sources, projected_weights if self.projects else softmax_weights, self.groups)
 
 
 def _sparsest(mean_weight: Tensor, var_weight: Tensor, radius: Tensor) -> Tensor:
-    return sparsestmax(at_least_float32(torch.stack((mean_weight, var_weight))), radius, dim=1)
+    return project(sparsest_shares(at_least_float32(torch.stack((mean_weight, var_weight))), radius, 1), 1)
 
 
-def _switchable(pools: Sequence[str | Pool] = ("instance", "layer", "batch"), groups: int = 1) -> Mixture:
-    return Mixture.of(pools, groups=groups)
+def _switchable(
+    pools: Sequence[str | Pool] = ("instance", "layer", "batch"), groups: int = 1, weighting: str = "softmax"
+) -> Mixture:
+    return Mixture.of(pools, groups=groups, weighting=weighting)
 
 
 def _sparse(pools: Sequence[str | Pool] = ("instance", "layer", "batch"), groups: int = 1) -> Mixture:

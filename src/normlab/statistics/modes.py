@@ -82,14 +82,16 @@ class _Gated:
             plan = self.sources.plans[0]
             index, number = plan.segments.index, plan.segments.number
             tiny = torch.finfo(torch.float32).tiny
-            count = add_up(gates, index, number)
+            sizes = isinstance(moments.size, Tensor)  # under a mask, a sample weighs as much as it has positions
+            weights = gates * moments.size if sizes else gates
+            count = add_up(weights, index, number)
             count = torch.where(count < tiny, 0, count)  # no sample is of this mode, whatever the dtype
-            share = (gates / take(count, index).clamp_min(tiny)).unsqueeze(2)
+            share = (weights / take(count, index).clamp_min(tiny)).unsqueeze(2)
             mode_mean = add_up(share * mean.unsqueeze(1), index, number)  # [segments, K, C]
             spread = (mean.unsqueeze(1) - take(mode_mean, index)).square() + var.unsqueeze(1)  # [N, K, C]
             mode_var = add_up(share * spread, index, number)
             mode_mean, mode_var = (t.reshape(-1, c) for t in (mode_mean, mode_var))
-            count = count.reshape(-1, 1) * moments.size
+            count = count.reshape(-1, 1) * (1 if sizes else moments.size)
             if plan.process_group is not None:
                 mode_mean, mode_var, total = gather_statistics(mode_mean, mode_var, count, plan.process_group)
                 count = total[:, :1]

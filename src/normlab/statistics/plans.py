@@ -113,6 +113,8 @@ class Plan:
     def elements(self, moments: Moments) -> float | Tensor:
         """Elements in each statistic of this process: one number where all are alike, else ``[B, 1]`` or ``[B, G]``."""
         n = moments.mean.shape[0]
+        if isinstance(moments.size, Tensor) and moments.size.dim() == 2:  # under a mask, each sample has its own number
+            return self._sum_batch(moments.size * (self.rows.number // self.groups)).to(moments.mean.dtype)
         if isinstance(moments.size, Tensor) and (self.segments.index is None or not self.pool.over_batch):
             each = _elements(self.rows.cuts, self.counts, moments.mean.device).to(moments.mean.dtype)
             return each * n if self.pool.over_batch else each.expand(n, -1)
@@ -128,8 +130,9 @@ class Plan:
 
     def statistics(self, moments: Moments) -> Pooled:
         """Mean and variance of every pool, of all processes where the pool is synchronized."""
+        masked = isinstance(moments.size, Tensor) and moments.size.dim() == 2
         if self.trivial:
-            return Pooled(moments.mean, moments.var, moments.size)
+            return Pooled(moments.mean, moments.var, self.elements(moments) if masked else moments.size)
         count = self.elements(moments)
         if isinstance(moments.size, Tensor):
             assert isinstance(count, Tensor)
@@ -139,9 +142,12 @@ class Plan:
             share = self.expand(share) if isinstance(share, Tensor) else share
         mean = self.sum(moments.mean * share)
         var = self.sum(torch.addcmul(moments.var, d := moments.mean - self.expand(mean), d) * share)
-        if self.process_group is None:
-            return Pooled(mean, var, count)
-        return Pooled(*gather_statistics(mean, var, count, self.process_group))
+        if self.process_group is not None:
+            mean, var, count = gather_statistics(mean, var, count, self.process_group)
+        if masked:
+            assert isinstance(count, Tensor)
+            var = torch.where(count > 0, var, 1)  # a pool without values divides by no zero
+        return Pooled(mean, var, count)
 
     def back(
         self, d_mean: Tensor | None, d_var: Tensor | None, pooled: Pooled, mean: Tensor, shares: Sequence[Any] = (1, 1)
@@ -156,7 +162,7 @@ class Plan:
             like = pooled.mean
             both = [torch.zeros_like(like) if d is None else d for d in (d_mean, d_var)]
             d_mean, d_var = sum_over_ranks(torch.stack(both), self.process_group)
-        count = pooled.count if self.trivial else _at_least_one(pooled.count)
+        count = pooled.count if self.trivial and not isinstance(pooled.count, Tensor) else _at_least_one(pooled.count)
         offset = None if d_mean is None else self.expand(d_mean * (shares[0] / count))
         if d_var is None:
             return offset, None
@@ -169,9 +175,12 @@ class Plan:
         return torch.addcmul(offset, apart, half, value=2), half
 
 
-def bessel(count: float | Tensor) -> float | Tensor:
-    """What makes a biased variance of ``count`` values the unbiased one; 1 for a single value."""
-    return count / (count - 1).clamp_min(1) if isinstance(count, Tensor) else count / max(count - 1, 1)
+def bessel(count: float | Tensor, dtype: torch.dtype) -> Any:
+    """What makes a biased variance of ``count`` values the unbiased one; 1 for a single value, and for none."""
+    if not isinstance(count, Tensor):
+        return max(count, 1) / max(count - 1, 1)
+    count = count.to(dtype)
+    return count.clamp_min(1) / (count - 1).clamp_min(1)
 
 
 def _at_least_one(count: float | Tensor) -> float | Tensor:

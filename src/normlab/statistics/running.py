@@ -142,7 +142,7 @@ def acceptable(
     """
     ok = None if guard is None else finite(seen, guard)
     count = seen[0].count
-    if isinstance(segments.branch, Tensor) or isinstance(count, Tensor):
+    if isinstance(segments.branch, Tensor) or isinstance(count, Tensor):  # some may have no value
         number = 1 if isinstance(segments.branch, int) else branches or 1
         _, _, present = _average_segments(*seen[0][:3], segments.branch, number)
         present = present.any(1, keepdim=True)
@@ -177,7 +177,7 @@ def update_(
     """
     seen_mean, seen_var, count = seen.mean, seen.var, seen.count
     if how == "unbiased":
-        seen_var = seen_var * bessel(count)
+        seen_var = seen_var * bessel(count, seen_var.dtype)
     of_branch = segments.branch
     present = count > 0 if isinstance(count, Tensor) else None
     if isinstance(of_branch, Tensor) or seen_mean.shape[0] > 1:

@@ -8,11 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..engine.backends import must_trace
 from ..engine.contract import Coefficients, Moments
 from ..engine.numerics import at_least_float32
 from . import pools as _pools
 from .base import PooledRule, Sources
 from .plans import Plan, Pooled, Segments, bessel
+from .sparsestmax import along_simplex, project
 
 
 class WeightedPools(PooledRule):
@@ -22,7 +24,7 @@ class WeightedPools(PooledRule):
     its own adjoint: with M and S the gradients at ``center`` and at the variance, a pool of weights w, w' adds
     ``P(w M) + 2 (mean - mu) P(w' S)`` to the offset of dx and ``2 P(w' S)`` to its slope.
 
-    ``weighting`` turns the tensors given, logits of ``[K]`` or ``[K, groups]``, into weights; None: one pool.
+    ``weighting`` turns the tensors given, two of ``[K]`` or ``[K, groups]``, into weights; None: one pool.
     """
 
     def __init__(self, sources: Sources, weighting: Callable[..., Tensor] | None = None, groups: int = 1) -> None:
@@ -38,12 +40,17 @@ class WeightedPools(PooledRule):
     @property
     def closed_family(self) -> tuple[Sources, None] | None:
         """What kernels for whole normalizers take of this rule, where they have it."""
-        if self.per_group is not None or self.weighting not in (None, softmax_weights):
+        if self.per_group is not None or self.weighting not in (None, softmax_weights, projected_weights):
             return None
         # With one pool the kernels would leave the weight out.
         if self.weighting is not None and len(self.sources.plans) == 1:
             return None
         return self.sources, None
+
+    @property
+    def projects(self) -> bool:
+        """Whether those kernels project the two tensors onto the simplex. Otherwise they take their softmax."""
+        return self.weighting is projected_weights
 
     def combine(
         self, values: Sequence[Tensor], tensors: Iterable[Tensor], dtype: torch.dtype
@@ -52,9 +59,14 @@ class WeightedPools(PooledRule):
         if self.weighting is None:
             ((center, var),) = pairs
         else:
-            # As many tensors as there are weights: autograd then has few steps.
-            weights = [w.unbind() for w in self._at_rows(self.weighting(*tensors)).unbind()]
-            center, var = (_weighted_sum(t, w) for t, w in zip(zip(*pairs, strict=True), weights, strict=True))
+            weights = self.weighting(*tensors)
+            if self.per_group is None and _can_be_read(weights):
+                weights = weights.tolist()
+            else:  # as many tensors as there are weights: autograd then has few steps
+                weights = [w.unbind() for w in self._at_rows(weights).unbind()]
+            sparse = self.weighting is not softmax_weights
+            both = zip(zip(*pairs, strict=True), weights, strict=True)
+            center, var = (_weighted_sum(t, w, sparse) for t, w in both)
         return Coefficients(center, torch.rsqrt(var + self.sources.eps)), None
 
     def _at_rows(self, weights: Tensor) -> Tensor:  # [2, K] or [2, K, groups] to [2, K, 1] or [2, K, R]
@@ -112,6 +124,10 @@ class WeightedPools(PooledRule):
         if self.weighting is softmax_weights:
             d_logits = weights * (d_weights - (weights * d_weights).sum(1, keepdim=True))
             return offset, slope, tuple(d_logits.unbind(0))
+        if self.weighting is projected_weights:
+            shares = torch.stack(tuple(tensors)).to(weights.dtype)
+            found = along_simplex(*(t.movedim(1, -1) for t in (shares, weights, d_weights)))
+            return offset, slope, tuple(found.movedim(-1, 1).unbind(0))
         return offset, slope, self._through_weighting(tensors, d_weights)
 
     def _through_weighting(self, tensors: Sequence[Tensor], d_weights: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,23 +156,42 @@ class Unbiased:
         return self.rule.reads_moments
 
     def __call__(self, moments: Moments, *tensors: Tensor) -> tuple[Coefficients, list[Pooled | None]]:
-        flat = not isinstance(moments.size, Tensor) and moments.size <= 1
-        if not flat:
-            moments = moments._replace(var=moments.var * bessel(moments.size))
+        size, kind = moments.size, moments.var.dtype
+        moments = moments._replace(var=moments.var * bessel(size, kind))
         pooled = [plan.statistics(moments) for plan in self.rule.plans]
-        if flat:
-            pooled = [p._replace(var=p.var * bessel(p.count)) for p in pooled]
+        if isinstance(size, Tensor):  # under a mask
+            single = (size <= 1).all()
+            pooled = [p._replace(var=p.var * torch.where(single, bessel(p.count, kind), 1.0)) for p in pooled]
+        elif size <= 1:
+            pooled = [p._replace(var=p.var * bessel(p.count, kind)) for p in pooled]
         values = [t for p in pooled for t in p[:2]]
         standard, instead = self.rule.combine(values, tensors, moments.mean.dtype)
         return standard, self.rule.seen(pooled, instead)
 
 
-def _weighted_sum(each: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    total = each[0] * weights[0]
-    for t, w in zip(each[1:], weights[1:], strict=True):
-        total = torch.addcmul(total, t, w)
-    return total
+def _can_be_read(weights: Tensor) -> bool:
+    """Whether the weights are numbers on the CPU, of which no graph is recorded."""
+    recorded = torch.is_grad_enabled() or must_trace(weights) or torch._C._len_torch_dispatch_stack() > 0
+    return not recorded and weights.device.type == "cpu"
+
+
+def _weighted_sum(each: Sequence[Tensor], weights: Sequence[Tensor] | Sequence[float], sparse: bool) -> Tensor:
+    """Of numbers, and of ``sparse`` weights, a pool of weight zero leaves no trace, also where its variance overflows:
+    zero times infinity is no number."""
+    total = None
+    for t, w in zip(each, weights, strict=True):
+        if isinstance(w, Tensor):
+            t = torch.where((w == 0) & ~t.isfinite(), 0, t) if sparse else t
+            total = t * w if total is None else torch.addcmul(total, t, w)
+        elif w:
+            part = t if w == 1 else t * w
+            total = part if total is None else total + part
+    return torch.zeros_like(each[0]) if total is None else total
 
 
 def softmax_weights(mean_weight: Tensor, var_weight: Tensor) -> Tensor:
     return torch.softmax(at_least_float32(torch.stack((mean_weight, var_weight))), 1)
+
+
+def projected_weights(mean_share: Tensor, var_share: Tensor) -> Tensor:
+    return project(at_least_float32(torch.stack((mean_share, var_share))), 1)

@@ -257,6 +257,7 @@ def move(
     the drift of the mean. LAST: the batch is counted. There is one program, so it reads the count before it moves it.
     """
     before = tl.load(batches)
+    seen = 0.0
     share = momentum
     if AVERAGE:
         share = 1.0 / (before + 1).to(tl.float32)
@@ -275,6 +276,9 @@ def move(
             shift += own * (tl.load(seen_mean + b * G + g, mask=ok, other=0.0) - first)
             new_var += own * v
             number += own
+        seen = tl.maximum(seen, tl.max(number, 0))
+        ok &= number > 0.0  # a mask may hide the whole batch
+        number = tl.where(ok, number, 1.0)
         new_mean = first + shift / number
         new_var = new_var / number
         old_mean = tl.load(mean + g, mask=ok, other=0.0)
@@ -291,4 +295,4 @@ def move(
         tl.store(var + g, old_var + share * (new_var - old_var), mask=ok)
     tl.debug_barrier()  # all have read
     if LAST:
-        tl.store(batches, before + 1)
+        tl.store(batches, before + (seen > 0.0).to(before.dtype))

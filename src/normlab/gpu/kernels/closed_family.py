@@ -68,7 +68,7 @@ def forward(
     SINGLE: tl.constexpr, READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr, UPDATE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
-    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def forward(
                 p, work, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
                 weight, bias, weight2, bias2, label, renorm, batches,
                 C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
-                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM,
                 UPDATE and (GHOST or not HAS_SEG), B,
             )  # fmt: skip
         if UPDATE and GHOST:
@@ -134,7 +134,7 @@ def backward(
     READS: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
-    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
@@ -169,8 +169,8 @@ def backward(
                 d_weight, d_bias, d_weight2, d_bias2, d_logits,
                 N, C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
                 sample_programs, batch_programs, affine_programs, ghost,
-                HAS_I, HAS_S, HAS_B, HAS_SEG, GHOST, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B, WIDE, BN,
-                BC, BR,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, GHOST, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM, LIVE_B, WIDE,
+                BN, BC, BR,
             )  # fmt: skip
         if MEET:
             meet(counter)
@@ -181,7 +181,7 @@ def backward(
                 weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
                 d_logits, d_mean_logits, d_var_logits, affine_programs,
                 C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups,
-                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B, B, BK,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM, LIVE_B, B, BK,
             )  # fmt: skip
         if MEET:
             meet(counter)

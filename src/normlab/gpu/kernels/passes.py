@@ -9,6 +9,8 @@ this file, four functions share out the pieces of a pass among the programs of a
 pass or several (:mod:`normlab.gpu.kernels.closed_family`). Passes that write begin with the last piece, since what the
 pass before them read last is still in the cache.
 
+Under a ``mask`` (:mod:`normlab.gpu.kernels.masked`) padding is read and written as zero.
+
 Nothing uses atomics: results are the same bit for bit, run to run. Capitals are constexpr.
 """
 
@@ -32,7 +34,7 @@ _STAGES = tl.constexpr(6)  # channels last: tiles in flight, one being summed an
 
 
 @triton.jit
-def _load_rows(ptr, q, row_ok, j, s):
+def load_rows(ptr, q, row_ok, j, s):
     """A tile ``[BQ, BS]`` of contiguous rows ``q`` at positions ``j``, zero outside."""
     ok = row_ok[:, None] & (j < s)[None, :]
     at = q.to(tl.int64)[:, None] * s + j[None, :]
@@ -40,11 +42,24 @@ def _load_rows(ptr, q, row_ok, j, s):
 
 
 @triton.jit
-def _load_last(ptr, m, j, end, s, c, C):
+def load_last(ptr, m, j, end, s, c, C):
     """A tile ``[BS, BC]`` of channels-last image ``m`` (sample and part) at positions ``j < end``, zero outside."""
     ok = (j < end)[:, None] & (c < C)[None, :]
     at = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
     return tl.load(ptr + at, mask=ok, other=0.0).to(tl.float32), ok
+
+
+@triton.jit
+def keep_rows(mask, q, ok, j, s, C):
+    """Which of a tile ``[BQ, BS]`` of contiguous rows, whole channels, count: ``mask [N, S]`` is not zero there."""
+    at = (q // C).to(tl.int64)[:, None] * s + j[None, :]
+    return tl.load(mask + at, mask=ok, other=0) != 0
+
+
+@triton.jit
+def keep_last(mask, n, j, end, s):
+    """The same of a tile ``[BS, BC]`` of channels-last sample ``n``, as ``[BS, 1]``."""
+    return (tl.load(mask + n.to(tl.int64) * s + j, mask=j < end, other=0) != 0)[:, None]
 
 
 @triton.jit
@@ -91,7 +106,7 @@ def moments_rows(pid, x, stats, rows, s, BQ: tl.constexpr, BS: tl.constexpr, SIN
     q = pid * BQ + tl.arange(0, BQ)
     row_ok = q < rows
     j = tl.arange(0, BS)
-    v, ok = _load_rows(x, q, row_ok, j, s)
+    v, ok = load_rows(x, q, row_ok, j, s)
     if SINGLE:
         mean = tl.sum(v, 1) / s
         d = tl.where(ok, v - mean[:, None], 0.0)
@@ -138,7 +153,7 @@ def moments_last(pid, x, out, s, C, R, parts, rows, per_split, BS: tl.constexpr,
     first = tl.zeros((BS, BC), tl.float32)
     second = tl.zeros((BS, BC), tl.float32)
     for start in tl.range(low, high, BS, num_stages=_STAGES):
-        v, ok = _load_last(x, m, start + j, high, s, c, C)
+        v, ok = load_last(x, m, start + j, high, s, c, C)
         d = tl.where(ok, v - about[None, :], 0.0)
         first += d
         second += d * d
@@ -187,7 +202,7 @@ def join_sums(pid, partials, sums, rows, splits, B: tl.constexpr):
 @triton.jit
 def apply_rows(
     pid, x, y, residual, coef, rows, s, C, leak,
-    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     """``act((x - center) * scale + shift + residual)`` with ``coef [3, N, R]``, or ``[3, C]`` if CHANNEL."""
     blocks = tl.cdiv(s, BS)
@@ -200,19 +215,21 @@ def apply_rows(
     scale = tl.load(coef + cells + at, mask=row_ok, other=0.0)
     shift = tl.load(coef + 2 * cells + at, mask=row_ok, other=0.0)
     j = (pid % blocks) * BS + tl.arange(0, BS)
-    v, ok = _load_rows(x, q, row_ok, j, s)
+    v, ok = load_rows(x, q, row_ok, j, s)
     out = (v - center[:, None]) * scale[:, None] + shift[:, None]
     if RES:
-        e, ok = _load_rows(residual, q, row_ok, j, s)
+        e, ok = load_rows(residual, q, row_ok, j, s)
         out += e
     out = activate(out, leak, ACT)
+    if mask is not None:
+        out = tl.where(keep_rows(mask, q, ok, j, s, C), out, 0.0)
     tl.store(y + q.to(tl.int64)[:, None] * s + j[None, :], out.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def apply_last(
     pid, x, y, residual, coef, s, C, R, parts, rows, per_split, leak,
-    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
@@ -226,12 +243,14 @@ def apply_last(
     high = tl.minimum(low + per_split, s)
     for start in range(low, high, BS):
         j = start + tl.arange(0, BS)
-        v, ok = _load_last(x, m, j, high, s, c, C)
+        v, ok = load_last(x, m, j, high, s, c, C)
         out = (v - center[None, :]) * scale[None, :] + shift[None, :]
         if RES:
-            e, ok = _load_last(residual, m, j, high, s, c, C)
+            e, ok = load_last(residual, m, j, high, s, c, C)
             out += e
         out = activate(out, leak, ACT)
+        if mask is not None:
+            out = tl.where(keep_last(mask, m, j, high, s), out, 0.0)
         to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
         tl.store(y + to, out.to(y.dtype.element_ty), mask=ok)
 
@@ -239,7 +258,7 @@ def apply_last(
 @triton.jit
 def sums_rows(
     pid, dy, x, residual, d_inner, sums, coef, rows, s, C, leak,
-    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Row sums of ``g`` and of ``g * (x - center)``, ``[2, N, R]``. ``g`` is the gradient before the activation.
 
@@ -259,12 +278,15 @@ def sums_rows(
     dot = tl.zeros((BQ, BS), tl.float32)
     for start in range(0, s, BS):
         j = start + tl.arange(0, BS)
-        v, ok = _load_rows(x, q, row_ok, j, s)
-        g, ok = _load_rows(dy, q, row_ok, j, s)
+        v, ok = load_rows(x, q, row_ok, j, s)
+        g, ok = load_rows(dy, q, row_ok, j, s)
+        if mask is not None:
+            keep = keep_rows(mask, q, ok, j, s, C)
+            v, g = tl.where(keep, v, 0.0), tl.where(keep, g, 0.0)
         if ACT > 0:
             z = (v - center[:, None]) * scale[:, None] + shift[:, None]
             if RES:
-                e, ok = _load_rows(residual, q, row_ok, j, s)
+                e, ok = load_rows(residual, q, row_ok, j, s)
                 z += e
             g = through_activation(z, g, leak, ACT)
             if RES:
@@ -279,7 +301,7 @@ def sums_rows(
 @triton.jit
 def sums_last(
     pid, dy, x, residual, d_inner, out, coef, s, C, R, parts, rows, per_split, leak,
-    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
@@ -298,12 +320,15 @@ def sums_last(
     high = tl.minimum(low + per_split, s)
     for start in tl.range(low, high, BS, num_stages=_STAGES):
         j = start + tl.arange(0, BS)
-        v, ok = _load_last(x, m, j, high, s, c, C)
-        g, ok = _load_last(dy, m, j, high, s, c, C)
+        v, ok = load_last(x, m, j, high, s, c, C)
+        g, ok = load_last(dy, m, j, high, s, c, C)
+        if mask is not None:
+            keep = keep_last(mask, m, j, high, s)
+            v, g = tl.where(keep, v, 0.0), tl.where(keep, g, 0.0)
         if ACT > 0:
             z = (v - center[None, :]) * scale[None, :] + shift[None, :]
             if RES:
-                e, ok = _load_last(residual, m, j, high, s, c, C)
+                e, ok = load_last(residual, m, j, high, s, c, C)
                 z += e
             g = through_activation(z, g, leak, ACT)
             if RES:
@@ -318,7 +343,7 @@ def sums_last(
 @triton.jit
 def gradient_rows(
     pid, dy, x, dx, forward, coef, rows, s, C, leak,
-    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr,
+    BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     """``scale * g + slope * (x - mean) + offset`` with ``coef [4, N, R]``. ``forward`` has the coefficients of
     forward."""
@@ -333,21 +358,23 @@ def gradient_rows(
     mean = tl.load(coef + 2 * cells + at, mask=row_ok, other=0.0)
     offset = tl.load(coef + 3 * cells + at, mask=row_ok, other=0.0)
     j = (pid % blocks) * BS + tl.arange(0, BS)
-    v, ok = _load_rows(x, q, row_ok, j, s)
-    g, ok = _load_rows(dy, q, row_ok, j, s)
+    v, ok = load_rows(x, q, row_ok, j, s)
+    g, ok = load_rows(dy, q, row_ok, j, s)
     if ACT > 0:
         center = tl.load(forward + at, mask=row_ok, other=0.0)
         f_scale = tl.load(forward + cells + at, mask=row_ok, other=0.0)
         shift = tl.load(forward + 2 * cells + at, mask=row_ok, other=0.0)
         g = through_activation((v - center[:, None]) * f_scale[:, None] + shift[:, None], g, leak, ACT)
     out = g * scale[:, None] + (v - mean[:, None]) * slope[:, None] + offset[:, None]
+    if mask is not None:
+        out = tl.where(keep_rows(mask, q, ok, j, s, C), out, 0.0)
     tl.store(dx + q.to(tl.int64)[:, None] * s + j[None, :], out.to(dx.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def gradient_last(
     pid, dy, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak,
-    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     m, c, split = place_last(pid, s, C, per_split, BC)
     col = c < C
@@ -367,11 +394,13 @@ def gradient_last(
     high = tl.minimum(low + per_split, s)
     for start in range(low, high, BS):
         j = start + tl.arange(0, BS)
-        v, ok = _load_last(x, m, j, high, s, c, C)
-        g, ok = _load_last(dy, m, j, high, s, c, C)
+        v, ok = load_last(x, m, j, high, s, c, C)
+        g, ok = load_last(dy, m, j, high, s, c, C)
         if ACT > 0:
             g = through_activation((v - center[None, :]) * f_scale[None, :] + shift[None, :], g, leak, ACT)
         out = g * scale[None, :] + (v - mean[None, :]) * slope[None, :] + offset[None, :]
+        if mask is not None:
+            out = tl.where(keep_last(mask, m, j, high, s), out, 0.0)
         to = (m.to(tl.int64) * s + j.to(tl.int64))[:, None] * C + c[None, :]
         tl.store(dx + to, out.to(dx.dtype.element_ty), mask=ok)
 
@@ -407,7 +436,7 @@ def moments_pass(
 def apply_pass(
     x, y, residual, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     pid = tl.program_id(0)
     step = tl.num_programs(0)
@@ -416,20 +445,20 @@ def apply_pass(
         for p in range(pid, pieces, step):
             apply_last(
                 pieces - 1 - p, x, y, residual, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
-                CHANNEL,
+                CHANNEL, mask,
             )  # fmt: skip
     else:
         s = s // UNIT * UNIT
         pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
         for p in range(pid, pieces, step):
-            apply_rows(pieces - 1 - p, x, y, residual, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
+            apply_rows(pieces - 1 - p, x, y, residual, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL, mask)
 
 
 @triton.jit
 def sums_pass(
     dy, x, residual, d_inner, sums, partials, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     pid = tl.program_id(0)
     step = tl.num_programs(0)
@@ -440,19 +469,19 @@ def sums_pass(
         for p in range(pid, images * tl.cdiv(C, BS) * splits, step):
             sums_last(
                 p, dy, x, residual, d_inner, target, coef, s, C, R, parts, rows, per_split, leak, BQ, BS, ACT, RES,
-                CHANNEL,
+                CHANNEL, mask,
             )  # fmt: skip
     else:
         s = s // UNIT * UNIT
         for p in range(pid, tl.cdiv(rows, BQ), step):
-            sums_rows(p, dy, x, residual, d_inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL)
+            sums_rows(p, dy, x, residual, d_inner, sums, coef, rows, s, C, leak, BQ, BS, ACT, RES, CHANNEL, mask)
 
 
 @triton.jit
 def gradient_pass(
     dy, x, d_inner, dx, forward, coef, images, s, C, R, parts, rows, per_split, splits, leak,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     """With a residual, ``d_inner`` already has the gradient before the activation."""
     pid = tl.program_id(0)
@@ -465,12 +494,12 @@ def gradient_pass(
         for p in range(pid, pieces, step):
             gradient_last(
                 pieces - 1 - p, g, x, dx, forward, coef, s, C, R, parts, rows, per_split, leak, BQ, BS,
-                ACT * (1 - RES), CHANNEL,
+                ACT * (1 - RES), CHANNEL, mask,
             )  # fmt: skip
     else:
         s = s // UNIT * UNIT
         pieces = tl.cdiv(rows, BQ) * tl.cdiv(s, BS)
         for p in range(pid, pieces, step):
             gradient_rows(
-                pieces - 1 - p, g, x, dx, forward, coef, rows, s, C, leak, BQ, BS, ACT * (1 - RES), CHANNEL
+                pieces - 1 - p, g, x, dx, forward, coef, rows, s, C, leak, BQ, BS, ACT * (1 - RES), CHANNEL, mask
             )  # fmt: skip

@@ -11,9 +11,11 @@ as TABLE, but the table has few rows, and the samples choose most of them.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from ...statistics import sparsestmax
 from ...statistics.affine import SecondMap
 
 # The values of SECOND except zero.
@@ -21,6 +23,8 @@ ONE_MAP = tl.constexpr(SecondMap.ONE.value)
 TABLE = tl.constexpr(SecondMap.TABLE.value)
 PER_SAMPLE = tl.constexpr(SecondMap.PER_SAMPLE.value)
 SMALL_TABLE = tl.constexpr(SecondMap.SMALL_TABLE.value)
+OFF = tl.constexpr(sparsestmax.OFF)
+LEAST = tl.constexpr(sparsestmax.least_weight(torch.float32))
 
 
 @triton.jit
@@ -230,19 +234,47 @@ def move_ghosts(
 
 
 @triton.jit
-def _softmax(logits, K: tl.constexpr, P: tl.constexpr):
-    """The softmax of ``K`` logits at place ``P``; 1 where there is one pool."""
+def _weight(logits, K: tl.constexpr, P: tl.constexpr, PROJECT: tl.constexpr):
+    """The weight of the pool at place ``P`` of ``K``: by softmax, or by projection onto the simplex; 1 of one pool."""
     if K == 1:
         w = 1.0
     else:
         top = tl.load(logits).to(tl.float32)
         for k in tl.static_range(1, K):
             top = tl.maximum(top, tl.load(logits + k).to(tl.float32))
-        total = tl.exp(tl.load(logits).to(tl.float32) - top)
-        for k in tl.static_range(1, K):
-            total += tl.exp(tl.load(logits + k).to(tl.float32) - top)
-        w = tl.exp(tl.load(logits + P).to(tl.float32) - top) / total
+        if PROJECT:
+            # Sparsemax subtracts the largest of (sum - 1) / number over all choices of entries.
+            z = tl.load(logits + P).to(tl.float32) - top
+            threshold = z - 1.0
+            lost = z * 0.0  # maxima lose what is no number, and infinity
+            for chosen in tl.static_range(1, 2**K):
+                total = z * 0.0
+                number = z * 0.0
+                for k in tl.static_range(K):
+                    if (chosen >> k) % 2 == 1:
+                        total += tl.load(logits + k).to(tl.float32) - top
+                        number += 1.0
+                threshold = tl.maximum(threshold, (total - 1.0) / number)
+                lost += total * 0.0
+            w = tl.where(z - threshold < LEAST, 0.0, z - threshold) + lost
+        else:
+            total = tl.exp(tl.load(logits).to(tl.float32) - top)
+            for k in tl.static_range(1, K):
+                total += tl.exp(tl.load(logits + k).to(tl.float32) - top)
+            w = tl.exp(tl.load(logits + P).to(tl.float32) - top) / total
     return w
+
+
+@triton.jit
+def _share(w, t):
+    """``w * t``; zero where the weight is, also if the variance of that pool overflows."""
+    return tl.where(w == 0.0, 0.0, w * t)
+
+
+@triton.jit
+def _towards(w, start, end):
+    """``start + w * (end - start)``, and exactly ``end`` where the weight is one."""
+    return tl.where(w == 1.0, end, start + _share(w, end - start))
 
 
 @triton.jit
@@ -250,7 +282,7 @@ def _standard(
     n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
     R, rows, sample_cells, sample_groups, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
-    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
 ):  # fmt: skip
     """Center and reciprocal standard deviation of rows ``(n, r)``, which broadcast against each other.
 
@@ -259,27 +291,26 @@ def _standard(
     var = tl.zeros_like(ok.to(tl.float32))
     if HAS_I:
         center = tl.load(stats + n * R + r, mask=ok, other=0.0)
-        var += _softmax(var_logits, K, P_I) * tl.load(stats + rows + n * R + r, mask=ok, other=0.0)
+        var += _share(_weight(var_logits, K, P_I, PROJECT), tl.load(stats + rows + n * R + r, mask=ok, other=0.0))
     if HAS_B:
         cell = r // (R // batch_groups)
         if HAS_SEG:
             cell += tl.load(segment + n).to(tl.int32) * batch_groups
         mean_b = tl.load(batch_mean + cell, mask=ok, other=0.0)
-        var += _softmax(var_logits, K, P_B) * tl.load(batch_var + cell, mask=ok, other=0.0)
-        if HAS_I:
-            center += _softmax(mean_logits, K, P_B) * (mean_b - center)
-        else:
-            center = mean_b
+        var += _share(_weight(var_logits, K, P_B, PROJECT), tl.load(batch_var + cell, mask=ok, other=0.0))
+        center = _towards(_weight(mean_logits, K, P_B, PROJECT), center, mean_b) if HAS_I else mean_b
     if HAS_S:
         cell = n * sample_groups + r // (R // sample_groups)
         mean_s = tl.load(sample_stats + cell, mask=ok, other=0.0)
-        var += _softmax(var_logits, K, P_S) * tl.load(sample_stats + sample_cells + cell, mask=ok, other=0.0)
+        var_s = tl.load(sample_stats + sample_cells + cell, mask=ok, other=0.0)
+        var += _share(_weight(var_logits, K, P_S, PROJECT), var_s)
         if HAS_I and HAS_B:
             # center is m_i + w_b (m_b - m_i); add w_s (m_s - m_i).
             mean_i = tl.load(stats + n * R + r, mask=ok, other=0.0)
-            center += _softmax(mean_logits, K, P_S) * (mean_s - mean_i)
+            w = _weight(mean_logits, K, P_S, PROJECT)
+            center = tl.where(w == 1.0, mean_s, center + _share(w, mean_s - mean_i))
         elif HAS_I or HAS_B:
-            center += _softmax(mean_logits, K, P_S) * (mean_s - center)
+            center = _towards(_weight(mean_logits, K, P_S, PROJECT), center, mean_s)
         else:
             center = mean_s
     return center, tl.rsqrt(var + eps)
@@ -345,7 +376,7 @@ def coefficients(
     weight, bias, weight2, bias2, label, renorm, batches,
     C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
-    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, COUNT: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Center, scale and shift of every row, ``[3, N, R]``. COUNT: one program counts the batch."""
@@ -355,7 +386,7 @@ def coefficients(
     n, r = safe // R, safe % R
     center, scale = _standard(
         n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
-        R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
+        R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT,
     )  # fmt: skip
     w, b = _corrected_affine(
         n, r // parts, ok, weight, bias, weight2, bias2, label, renorm, segment, C, batch_cells, SHARED, SECOND, RENORM,
@@ -376,7 +407,7 @@ def pool_backward(
     N, C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
     sample_programs, batch_programs, affine_programs, ghost,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
-    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr, WIDE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
@@ -400,7 +431,7 @@ def pool_backward(
             _, scale = _standard(
                 n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
                 R, rows, sample_cells, sample_groups, batch_groups,
-                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT,
             )  # fmt: skip
             w, _ = _corrected_affine(
                 n, r // parts, ok, weight, bias, weight2, bias2, label, renorm, segment, C, batch_cells,
@@ -441,7 +472,7 @@ def pool_backward(
                 _, scale = _standard(
                     nn[:, None], r[None, :], ok, stats, sample_stats, batch_mean, batch_var, segment,
                     mean_logits, var_logits, eps, R, rows, sample_cells, sample_groups, batch_groups,
-                    HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
+                    HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT,
                 )  # fmt: skip
                 w, _ = _corrected_affine(
                     nn[:, None], (r // parts)[None, :], ok, weight, bias, weight2, bias2, label, renorm, segment, C,
@@ -501,7 +532,7 @@ def pool_backward(
                 center, scale = _standard(
                     nn[:, None], r[None, :], ok, stats, sample_stats, batch_mean, batch_var, segment,
                     mean_logits, var_logits, eps, R, rows, sample_cells, sample_groups, batch_groups,
-                    HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
+                    HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT,
                 )  # fmt: skip
                 along = s1 * scale
                 if RENORM:
@@ -587,7 +618,7 @@ def pool_backward(
                 _, scale = _standard(
                     nn[:, None], r[None, :], ok, stats, sample_stats, batch_mean, batch_var, segment,
                     mean_logits, var_logits, eps, R, rows, sample_cells, sample_groups, batch_groups,
-                    HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
+                    HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT,
                 )  # fmt: skip
                 along = s1 * scale
                 if RENORM:
@@ -602,7 +633,9 @@ def pool_backward(
 
 
 @triton.jit
-def _softmax_gradient(partials, logits, out, programs, shift, K: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr):
+def _weight_gradient(
+    partials, logits, out, programs, shift, K: tl.constexpr, PROJECT: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr
+):  # fmt: skip
     """From gradients of mixture weights, ``[programs, 2, K]``, to those of the logits. ``shift`` is 0 for means and K
     for variances."""
     p, k = tl.arange(0, BP), tl.arange(0, BK)
@@ -612,9 +645,32 @@ def _softmax_gradient(partials, logits, out, programs, shift, K: tl.constexpr, B
         total += tl.load(partials + (start + p)[:, None] * 2 * K + shift + k[None, :], mask=ok, other=0.0)
     g = tl.sum(total, 0)
     z = tl.load(logits + k, mask=k < K, other=float("-inf")).to(tl.float32)
-    e = tl.exp(z - tl.max(z, 0))
-    w = e / tl.sum(e, 0)
-    tl.store(out + k, (w * (g - tl.sum(w * g, 0))).to(out.dtype.element_ty), mask=k < K)
+    z -= tl.max(z, 0)
+    if PROJECT:
+        d = _along_simplex(z, g, k < K)
+    else:
+        e = tl.exp(z)
+        w = e / tl.sum(e, 0)
+        d = w * (g - tl.sum(w * g, 0))
+    tl.store(out + k, d.to(out.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def _along_simplex(z, g, ok):
+    """The gradient ``g`` at the projection of ``z``, less what would lead off the simplex, as
+    :func:`normlab.statistics.sparsestmax.along_simplex` has it. The largest of ``z`` is zero."""
+    z = tl.where(ok, z, -3e38)
+    larger = ok[None, :] & (z[None, :] >= z[:, None])
+    total = tl.sum(tl.where(larger, z[None, :], 0.0), 1)
+    threshold = tl.max(tl.where(ok, (total - 1.0) / tl.maximum(tl.sum(larger.to(tl.float32), 1), 1.0), -3e38), 0)
+    inside = ok & (z - threshold >= LEAST)
+    outside = ok & (z - threshold < LEAST) & (z > -OFF) & (tl.abs(g) < float("inf"))
+    # The mean of all that take part is lowest with exactly those that are below it.
+    along = outside[:, None] & outside[None, :] & (g[None, :] <= g[:, None])
+    total = tl.sum(tl.where(inside, g, 0.0), 0) + tl.sum(tl.where(along, g[None, :], 0.0), 1)
+    number = tl.sum(inside.to(tl.float32), 0) + tl.sum(along.to(tl.float32), 1)
+    mean = tl.min(total / number, 0)
+    return tl.where(inside | (outside & (g < mean)), g - mean, 0.0)
 
 
 @triton.jit
@@ -623,13 +679,13 @@ def _row_gradient(
     weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
     C, R, rows, s, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
-    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
 ):  # fmt: skip
     """The coefficients of ``dx = scale * dy + offset + slope * (x - mean)``, of rows ``(n, r)``."""
     _, scale = _standard(
         n, r, ok, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
-        R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K,
+        R, rows, sample_cells, sample_groups, batch_groups, HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT,
     )  # fmt: skip
     w, _ = _corrected_affine(
         n, c, ok, weight, bias, weight2, bias2, label, renorm, segment, C, batch_cells, SHARED, SECOND, RENORM, HAS_SEG
@@ -641,14 +697,15 @@ def _row_gradient(
     if HAS_I:
         s0 = tl.load(sums + n * R + r, mask=ok, other=0.0)
         s1 = tl.load(sums + rows + n * R + r, mask=ok, other=0.0)
-        offset += _softmax(mean_logits, K, P_I) * (-w * scale * s0) / s
-        half += _softmax(var_logits, K, P_I) * (-0.5 * w * scale * scale * scale * s1) / s
+        offset += _weight(mean_logits, K, P_I, PROJECT) * (-w * scale * s0) / s
+        half += _weight(var_logits, K, P_I, PROJECT) * (-0.5 * w * scale * scale * scale * s1) / s
     if HAS_S:
         per = R // sample_groups
         cell = n * sample_groups + r // per
-        h = _softmax(var_logits, K, P_S) * tl.load(sample_sums + sample_cells + cell, mask=ok, other=0.0) / (per * s)
+        h = tl.load(sample_sums + sample_cells + cell, mask=ok, other=0.0) / (per * s)
+        h *= _weight(var_logits, K, P_S, PROJECT)
         m = tl.load(sample_stats + cell, mask=ok, other=0.0)
-        offset += _softmax(mean_logits, K, P_S) * tl.load(sample_sums + cell, mask=ok, other=0.0) / (per * s)
+        offset += _weight(mean_logits, K, P_S, PROJECT) * tl.load(sample_sums + cell, mask=ok, other=0.0) / (per * s)
         offset += 2.0 * (mean - m) * h
         half += h
     if HAS_B and LIVE_B:
@@ -659,9 +716,9 @@ def _row_gradient(
             seg = tl.load(segment + n).to(tl.int32)
             cell += seg * batch_groups
             count = tl.load(members + seg) * per * s
-        h = _softmax(var_logits, K, P_B) * tl.load(batch_sums + batch_cells + cell, mask=ok, other=0.0) / count
+        h = _weight(var_logits, K, P_B, PROJECT) * tl.load(batch_sums + batch_cells + cell, mask=ok, other=0.0) / count
         m = tl.load(batch_mean + cell, mask=ok, other=0.0)
-        offset += _softmax(mean_logits, K, P_B) * tl.load(batch_sums + cell, mask=ok, other=0.0) / count
+        offset += _weight(mean_logits, K, P_B, PROJECT) * tl.load(batch_sums + cell, mask=ok, other=0.0) / count
         offset += 2.0 * (mean - m) * h
         half += h
     return scale * w, offset, 2.0 * half, mean
@@ -674,7 +731,7 @@ def coefficients_backward(
     d_partials, d_mean_logits, d_var_logits, partial_programs,
     C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
-    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr,
+    P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
     B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -690,12 +747,12 @@ def coefficients_backward(
         n, r, r // parts, ok, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits,
         eps, weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
         C, R, rows, s, sample_cells, sample_groups, batch_cells, batch_groups,
-        HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, SHARED, SECOND, RENORM, LIVE_B,
+        HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM, LIVE_B,
     )  # fmt: skip
     tl.store(out + q, scale, mask=ok)
     tl.store(out + rows + q, slope, mask=ok)
     tl.store(out + 2 * rows + q, mean, mask=ok)
     tl.store(out + 3 * rows + q, offset, mask=ok)
     if K > 1 and pid == 0:
-        _softmax_gradient(d_partials, mean_logits, d_mean_logits, partial_programs, 0, K, BK, 64)
-        _softmax_gradient(d_partials, var_logits, d_var_logits, partial_programs, K, K, BK, 64)
+        _weight_gradient(d_partials, mean_logits, d_mean_logits, partial_programs, 0, K, PROJECT, BK, 64)
+        _weight_gradient(d_partials, var_logits, d_var_logits, partial_programs, K, K, PROJECT, BK, 64)

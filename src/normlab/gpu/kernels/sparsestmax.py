@@ -5,15 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...statistics import sparsestmax
+
+OFF = tl.constexpr(sparsestmax.OFF)
+
 
 @triton.jit
 def sparsest(
     point, radius, out, slopes, points, TINY: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    LOG: tl.constexpr,
+    FREE: tl.constexpr,
 ):  # fmt: skip
-    """``out [points, K]``, or its logarithm, and the derivative, ``slopes [points, K, K]``.
+    """``out [points, K]`` and the derivative, ``slopes [points, K, K]``.
 
-    Squared distances up to TINY count as zero.
+    FREE: where the radius does not act, the derivative is the identity. Squared distances up to TINY count as zero.
     """
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     ok = (n < points)[:, None] & (k < K)[None, :]
@@ -52,19 +56,18 @@ def sparsest(
         far = (distance >= r) | (squared <= TINY)
         pushed = here + r * away / divisor
         done = far | (tl.min(tl.where(ok, pushed, 0.0), 1)[:, None] >= 0.0)
+        before = jacobian
         inner = face[:, :, None] * (jacobian - tl.sum(here[:, :, None] * jacobian, 1)[:, None, :])
         unit = (away / divisor)[:, :, None]
         jacobian = (r / divisor)[:, :, None] * (inner - unit * tl.sum(unit * inner, 1)[:, None, :])
         result = tl.where(decided, result, tl.where(far, on_simplex, pushed))
+        if FREE and step == 0:
+            near = tl.min(tl.where(ok, z, 0.0), 1)[:, None] > -OFF
+            inner = tl.where(near[:, :, None], before, inner)
         slope = tl.where(decided[:, :, None], slope, tl.where(far[:, :, None], inner, jacobian))
         decided = decided | done
         z, centre = pushed, here
     result = tl.minimum(tl.maximum(result, 0.0), 1.0)
-    if LOG:
-        gone = result == 0.0
-        safe = tl.where(gone, 1.0, result)
-        slope = tl.where(gone[:, :, None], 0.0, slope / safe[:, :, None])
-        result = tl.where(gone, float("-inf"), tl.log(safe))
     result = tl.where(lost, float("nan"), result)
     slope = tl.where(lost[:, :, None], float("nan"), slope)
     tl.store(out + at, result, mask=ok)

@@ -45,7 +45,7 @@ class PreparedClosedFamily(PreparedWhole):
         config = config_of(
             shape, rule, self.live, pools if statistics.weighs_pools else 1, self.renorm is not None, branches
         )
-        config = config._replace(update=update and not running.in_backward())
+        config = config._replace(update=update and not running.in_backward(), projects=statistics.projects)
         one_branch = branch if isinstance(branch, int) else 0
         super().__init__(config, plans_for, rows, one_branch, bounds_of(self.renorm))
         self.by_torch = torch_batch_norm(self)
@@ -144,7 +144,7 @@ def _quick_call(
     renorm = prepared.renorm is not None
     names, tracks_run_shape = (prepared.names if prepared.reads_running else None), prepared.tracks_run_shape
     statistics: Any = prepared.statistics
-    softmax = logits and statistics.weighting == "softmax"
+    direct = statistics.names if logits and statistics.weighting != "sparsestmax" else None
 
     def call(layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
         momentum = layer.momentum if update else 0.0
@@ -165,8 +165,8 @@ def _quick_call(
                 weight2, bias2 = pair
             else:
                 weight, bias = pair
-        if softmax:
-            mean_logits, var_logits = own["mean_weight"], own["var_weight"]
+        if direct is not None:
+            mean_logits, var_logits = own[direct[0]], own[direct[1]]
         elif logits:
             mean_logits, var_logits = statistics.logits(layer._learned_values())
         if names is not None:
