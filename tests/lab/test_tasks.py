@@ -184,10 +184,36 @@ def test_no_code_is_run_because_a_checkpoint_names_it(normlab, tmp_path):
     code, _, err = normlab("train", "--task", own, *SMALL[2:], "--epochs", "1", "--out", "run")
     assert code == 0, err
     (tmp_path / "ran").unlink()
-    script = f"from normlab.lab.cli import main; main(['evaluate', {str(tmp_path / 'run')!r}])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    own.write_text(own.read_text() + "\n")  # as a new file, it would be run again
+    (tmp_path / "run" / "results.jsonl").write_text("")
+    script = "import sys; from normlab.lab.cli import main; main(sys.argv[1:])"
+
+    def run(*arguments):
+        return subprocess.run([sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True,
+                              cwd=tmp_path)  # fmt: skip
+
+    done = run("evaluate", tmp_path / "run")
     assert done.returncode == 2 and "no code is run because a checkpoint names it" in done.stderr
-    assert not (tmp_path / "ran").exists()
+    assert run("report", "run").returncode == 0 and not (tmp_path / "ran").exists()
+    assert run("evaluate", "run", "--task", own).returncode == 0 and (tmp_path / "ran").exists()
+
+
+def test_a_page_needs_no_task(normlab, tmp_path):
+    """Neither units and directions nor titles are lost with its file."""
+    own = tmp_path / "own.py"
+    own.write_text(Path(ENLARGE).read_text())
+    asked = ("compare", "--task", own, *SMALL[2:], "--epochs", "1", "--norms", "none", "--seeds", "1", "--out", "study")
+    assert normlab(*asked)[0] == 0
+    before = [(c.title, c.unit, c.higher) for c in gather(lab.read_results(tmp_path / "study")).columns]
+    own.unlink()
+    code, _, err = normlab("report", "study")
+    assert code == 0, err
+    found = [(c.title, c.unit, c.higher) for c in gather(lab.read_results(tmp_path / "study")).columns]
+    assert found == before == [
+        ("error", "grey levels", False), ("PSNR", "dB", True), ("error, noise(std=0.1)", "grey levels", False),
+    ]  # fmt: skip
+    page = (tmp_path / "study" / "report.html").read_text()
+    assert "own on digits" in page and "PSNR (dB)" in page and "error (grey levels)" in page
 
 
 def test_a_digit_is_named(normlab, tmp_path):
@@ -371,6 +397,15 @@ def test_a_task_makes_its_own_order():
     assert [ids[:2] for _, ids in chosen.seen] == [[0, 0]] * 3 + [[1, 1]] * 3
 
 
+def test_batches_that_are_wholes_are_not_cut():
+    class Episodes(Line):
+        splits = False
+
+    with pytest.raises(LabError, match="accumulate = 2 would cut them"):
+        fit(line_model(), Numbers(), Settings(epochs=1, batch_size=8, accumulate=2), task=Episodes())
+    assert fit(line_model(), Numbers(), Settings(epochs=1, batch_size=8), task=Episodes()).epochs
+
+
 def test_what_does_not_fit_is_told():
     settings = Settings(epochs=1, batch_size=8)
     with pytest.raises(LabError, match=r"fit\(\) takes a normlab\.lab\.tasks\.Source"):
@@ -408,7 +443,7 @@ def test_images_and_clips_are_pixels_and_masks_are_not():
 
 def test_settings_of_a_task_have_its_defaults(tmp_path):
     own = Settings.of(ENLARGE)
-    assert (own.optimizer, own.lr, own.task) == ("adam", 0.003, ENLARGE) and Settings.of() == Settings()
+    assert (own.optimizer, own.lr, own.model) == ("adam", 0.003, "enlarge") and Settings.of() == Settings()
     assert Settings.from_values({"task": ENLARGE, "epochs": 9}) == replace(own, epochs=9)
     assert Settings.from_values(own.values()) == own and own.digest() != Settings.of(ENLARGE, lr=0.1).digest()
     assert default_study(ENLARGE).axes["norm"] == ["none", "batch", "instance"]

@@ -531,6 +531,7 @@ def bench(
 @app.command()
 def inspect(
     model: Network,
+    task: TaskName = None,
     norm: Annotated[str, typer.Option(help="Normalization of a network by name.")] = "batch",
     data: Annotated[str | None, typer.Option(help="Data set that decides its input; 32 x 32 colour otherwise.")] = None,
     root: Root = None,
@@ -543,7 +544,7 @@ def inspect(
 
     path = Path(model)
     if path.suffix == ".safetensors" or path.exists():
-        net, settings = load_model(path)
+        net, settings = load_model(path, task=task)
         typer.echo(f"{settings.model} with {settings.norm}, trained on {settings.data}\n")
     else:
         settings = Settings(model=model, norm=norm)

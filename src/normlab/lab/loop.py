@@ -105,7 +105,8 @@ def fit(
             history.epochs.append(line)
             state.keep(history, folder)
             watch.epoch(line)
-            if [n for n, known in enumerate(history.epochs) if known.get("loss", 0) is None] == [epoch]:
+            lost = [any(known.get(name, 0) is None for name in trainer.losses) for known in history.epochs]
+            if lost[-1] and not any(lost[:-1]):
                 watch.note(f"{settings.name}: the loss of epoch {epoch + 1} is not a finite number, and what follows "
                            "will most likely be none either. A lower lr, or warmup, or clip may help.")  # fmt: skip
             if board is not None:
@@ -142,11 +143,18 @@ class _Trainer:
         # Steps with several ranks are not captured: if one rank failed to capture, the others would wait for ever.
         self.capture = settings.capture and ctx.device.type == "cuda" and self.ranks.world == 1
         self.captured: Captured | None = None
-        self.needs = {}  # batches a step, by part of the data
+        alone = len(state.phases) == 1
+        self.losses = ["loss" if alone else f"{phase.name}_loss" for phase in state.phases]  # their names in the log
+        self.needs: dict[str, int] = {}  # batches a step, by part of the data
         for phase in state.phases:
             self.needs[phase.part] = max(phase.repeat, self.needs.get(phase.part, 1))
         for part in self.needs:
             _check_number(ctx, part)
+        if not self.task.splits and (settings.accumulate > 1 or self.ranks.world > 1):
+            what = f"accumulate = {settings.accumulate}" if settings.accumulate > 1 else "several processes"
+            who = self.task.name or type(self.task).__name__
+            raise LabError(f"the batches of the task {who} are wholes, and {what} would cut them into parts; leave it "
+                           "out.")  # fmt: skip
 
     def epoch(self, epoch: int) -> dict[str, Any]:
         """Train one epoch, counted from 0, and return its line of the log."""

@@ -13,6 +13,7 @@ from .grid import Study, measurements_of, names_of
 from .report.view import cell
 from .settings import Settings
 from .store import read_log, read_records
+from .tasks import TASKS
 from .tasks.measuring import headline
 
 __all__ = ["Results", "Row", "Run", "differences", "plain", "read_results", "read_run"]
@@ -130,7 +131,9 @@ def read_results(folder: str | Path) -> Results:
     records: dict[str, list[dict[str, Any]]] = {}
     for record in read_records(folder):
         records.setdefault(record["digest"], []).append(record)
-    order = [m.name for m in measurements_of(study.measurements, study.base)]
+    # A task of a user's own is not needed to show its results, and not loaded because a folder names it.
+    known = study.base.task in TASKS
+    order = [m.name for m in measurements_of(study.measurements, study.base)] if known else list(study.measurements)
     runs = []
     for settings in study.grid():
         home, own = folder / "runs" / settings.name, records.get(settings.digest(), [])

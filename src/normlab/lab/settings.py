@@ -115,9 +115,11 @@ class Settings:
         """The defaults of a task, with changes."""
         if task == cls.task:
             return cls().with_(**changes)
+        from .tasks import short_name
         from .tasks import task as task_by_name
 
-        return cls().with_(**{**task_by_name(task).defaults, **changes, "task": task})
+        usual = {"model": short_name(task), "recipe": "default", **task_by_name(task).defaults}
+        return cls().with_(**{**usual, **changes, "task": task})
 
     def values(self) -> dict[str, Any]:
         """Plain values by name, as they are stored: lists for tuples, a table for options."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.messages import words
 from ..results import plain
+from ..tasks import short_name
 from . import lines, maps, marks
 from .configurations import words_of
 from .drawing import again
@@ -169,7 +170,8 @@ def sections(values: dict[str, Any]) -> list[tuple[str, str]]:
 def title_of(view: View) -> str:
     if not view.configs:
         return "Report"
-    model, data = view.common.get("model"), view.common.get("data")
+    model, data, task = (view.common.get(name) for name in ("model", "data", "task"))
+    model = model if task in (None, "classification") else short_name(str(task))
     where = f"{model} on {data}" if model and data else str(model or data or "")
     what = "normalizers compared" if "norm" in view.axes else "results"
     return f"{where}: {what}" if where else what.capitalize()

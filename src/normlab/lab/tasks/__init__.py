@@ -41,6 +41,7 @@ __all__ = [
     "Task",
     "like",
     "pixels",
+    "short_name",
     "task",
     "task_of",
 ]
@@ -192,6 +193,9 @@ class Task:
     samples: str = "samples"  # what they are: images, texts, clips
     minutes: float = 0.0  # that `normlab compare --task NAME` takes on two cores
 
+    # Whether a batch may be cut into parts, for memory (accumulate) or over several processes. An episode may not.
+    splits: bool = True
+
     # `normlab compare --task NAME` with nothing else.
     defaults: ClassVar[Mapping[str, Any]] = {}  # settings
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {"norm": ("none", "batch"), "seed": (0, 1)}
@@ -267,7 +271,7 @@ class Task:
 
     # ----- looking
 
-    def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, Any]:
         """What is logged about the test part after an epoch, by the names of :attr:`metrics` and others."""
         raise NotImplementedError
 
@@ -314,6 +318,16 @@ def task(name: str) -> Task:
         return _named(_imported(package, name), object_, name)
     raise LabError(f"{name!r} is no task; {nearest(name, TASKS)} One of your own is path/to/file.py, or "
                    "package.module:object.")  # fmt: skip
+
+
+def short_name(name: str) -> str:
+    """A task in a word, for titles and folders.
+
+    >>> short_name("own/enlarge.py"), short_name("package.module:Enlarge"), short_name("classification")
+    ('enlarge', 'Enlarge', 'classification')
+    """
+    path, _, object_ = name.rpartition(":")
+    return object_ if path and not object_.endswith(".py") else Path(name).name.removesuffix(".py")
 
 
 def task_of(settings: Settings) -> Task:
