@@ -144,6 +144,33 @@ def read_digit(path: Path) -> torch.Tensor:
     return image
 
 
+def test_python_compares_a_task_and_a_task_has_options_of_its_own(normlab, tmp_path):
+    own = tmp_path / "own.py"
+    more = """
+
+class Brighter(Enlarge):
+    applies = {"gain": "factor of the brightness"}
+
+    def apply(self, model, files, out, ctx, options):
+        image = read_image(files[0], 1).float() / 255
+        return [write_image(out, image * float(options.get("gain", 1)))]
+
+
+TASK = Brighter()
+"""
+    own.write_text(Path(ENLARGE).read_text() + more)
+    results = lab.compare(["none"], seeds=1, measure=["test"], out=tmp_path / "study", task=str(own), data="digits",
+                          train_size=64, test_size=20, epochs=1, width=2)  # fmt: skip
+    (row,) = results.table("test")
+    assert row.settings.optimizer == "adam" and row.mean > 0
+    image = torch.full((1, 2, 2), 100, dtype=torch.uint8)
+    write_image(tmp_path / "a.png", image)
+    code, _, err = normlab("apply", results.runs[0].folder, "a.png", "--gain", "0.5", "-o", "b.png", "--task", own)
+    assert code == 0 and (read_image(tmp_path / "b.png", 1) == 50).all(), err
+    code, _, err = normlab("apply", results.runs[0].folder, "a.png", "--gian=2", "-o", "b.png", "--task", own)
+    assert code == 2 and "--gian is no option of the task" in err and "it takes --gain" in err
+
+
 def test_what_a_task_says_about_itself_is_shown(normlab):
     code, out, _ = normlab("tasks")
     assert code == 0 and out.startswith("classification: ") and "2 minutes" in out
@@ -395,6 +422,22 @@ def test_a_task_makes_its_own_order():
     chosen = Turns()
     fit(line_model(), Numbers(), Settings(epochs=2, batch_size=8), task=chosen)
     assert [ids[:2] for _, ids in chosen.seen] == [[0, 0]] * 3 + [[1, 1]] * 3
+
+
+def test_a_best_epoch_needs_a_metric():
+    class Silent(Line):
+        metrics = {"hit": Metric()}  # noqa: RUF012
+
+    with pytest.raises(LabError, match=r"keeps the weights of the best hit, and the log has .*miss"):
+        fit(line_model(), Numbers(), Settings(epochs=1, batch_size=8, best="test"), task=Silent())
+    assert fit(line_model(), Numbers(), Settings(epochs=1, batch_size=8), task=Silent()).best == 1
+
+    class Empty(Line):
+        def order(self, part, ctx, generator):
+            return torch.zeros(0, dtype=torch.int64)
+
+    with pytest.raises(LabError, match="order of the part 'train' has no batch"):
+        fit(line_model(), Numbers(), Settings(epochs=1, batch_size=8), task=Empty())
 
 
 def test_batches_that_are_wholes_are_not_cut():

@@ -212,7 +212,10 @@ class _Trainer:
         order = self.task.order(part, self.ctx, generator(settings.seed, *purpose, device=device))
         size = settings.batch_size
         # A single value has no batch statistics, so a last batch of one sample is left out.
-        return order[:-1] if len(order) % size == 1 and size > 1 else order
+        order = order[:-1] if len(order) % size == 1 and size > 1 else order
+        if not len(order):
+            raise LabError(f"the task's order of the part {part!r} has no batch; expected the numbers of samples.")
+        return order
 
     def _batches(self, epoch: int, part: str, order: Tensor, again: int = 0) -> Iterator[Batch]:
         """The samples of ``order`` in batches; images may still be bytes."""

@@ -76,6 +76,10 @@ class RunState:
         """
         line, settings = history.epochs[-1], self.ctx.settings
         name, metric = self.task.best
+        if settings.best == "test" and name not in line:
+            known = ", ".join(k for k in line if k not in ("epoch", "lr", "seconds"))
+            raise LabError(f"best = test keeps the weights of the best {name or 'value of a metric'}, and the log has "
+                           f"{known}; name what evaluate() returns in the task's metrics, best first.")  # fmt: skip
         score = line.get(name)  # None: a run that diverged
         better = (
             _better(score, self.best_score, metric) if settings.best == "test" else line["epoch"] == settings.epochs
