@@ -240,7 +240,7 @@ def test_a_page_needs_no_task(normlab, tmp_path):
         ("error", "grey levels", False), ("PSNR", "dB", True), ("error, noise(std=0.1)", "grey levels", False),
     ]  # fmt: skip
     page = (tmp_path / "study" / "report.html").read_text()
-    assert "own on digits" in page and "PSNR (dB)" in page and "error (grey levels)" in page
+    assert "own on digits" in page and "PSNR (dB) of each" in page and "error (grey levels)" in page
 
 
 def test_a_digit_is_named(normlab, tmp_path):

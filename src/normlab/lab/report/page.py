@@ -22,7 +22,7 @@ from .drawing import again
 from .gather import gather
 from .palette import COLOURS, POOLS
 from .view import Cell, Comparison, ComparisonRow, Config, Curve, Quantity, View
-from .words import MARKS, caption, decimals, legend, reading, show, signed, terms
+from .words import MARKS, capital, caption, decimals, legend, reading, show, signed, terms
 
 if TYPE_CHECKING:
     from ..results import Results
@@ -119,6 +119,7 @@ def render(
         "swatch": lambda look, line=True: safe(again(swatch(look, line), next(place))),
         "show": show,
         "signed": signed,
+        "capital": capital,
         "places": places,
         "decimals": decimals,
         "across": across,
