@@ -22,9 +22,9 @@ from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, l
 from normlab.lab import loop as loop_module
 from normlab.lab import run_state as state_module
 from normlab.lab.loop import estimate_statistics, learning_rate
-from normlab.lab.recipes import Phase, Recipe, recipe
-from normlab.lab.recipes.classify import Classify
 from normlab.lab.seeds import generator
+from normlab.lab.tasks.classification import Phase, Recipe, recipe
+from normlab.lab.tasks.classification.classify import Classify
 from normlab.model.calibrate import averaging, estimate
 from processes import LAST_RESORT
 
@@ -404,7 +404,7 @@ def test_best_keeps_the_weights_of_the_best_epoch():
 
 
 def context(settings, data):
-    from normlab.lab.recipes import Context
+    from normlab.lab.tasks.classification import Context
 
     return Context(settings, data, torch.device("cpu"), torch.Generator())
 

@@ -22,8 +22,8 @@ from torch.testing import assert_close
 from normlab.lab import Data, Images, LabError, Settings, build, fit, train
 from normlab.lab import loop as loop_module
 from normlab.lab.ranks import ALONE, Ranks, joined
-from normlab.lab.recipes import Phase
-from normlab.lab.recipes.classify import Classify
+from normlab.lab.tasks.classification import Phase
+from normlab.lab.tasks.classification.classify import Classify
 from normlab.lab.torchrun import lead
 from processes import LAST_RESORT, filled_once, join, run_ranks
 

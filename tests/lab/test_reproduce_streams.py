@@ -9,7 +9,6 @@ import torch
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.norms import parse_norm
-from normlab.lab.recipes import recipe
 from normlab.lab.reproduce.base import Context, compared
 from normlab.lab.reproduce.batch_group import adversarial, sizes
 from normlab.lab.reproduce.batch_sizes import Workers, with_ghost
@@ -19,6 +18,7 @@ from normlab.lab.reproduce.sandwich.adversarial import TABLE_3, TABLE_4
 from normlab.lab.reproduce.switchable import sizes as switchable
 from normlab.lab.reproduce.weak_augment import common, figures, paper
 from normlab.lab.results import Run
+from normlab.lab.tasks.classification import recipe
 
 OTHERS = ("weak-augment-", "sandwich-table", "batch-group-table", "switchable-table")
 ENTRIES = {name: entry for name, entry in reproduce.entries().items() if name.startswith(OTHERS)}

@@ -20,13 +20,13 @@ from normlab.lab.evaluate import parse, predict_with
 from normlab.lab.loop import Watcher
 from normlab.lab.mixing import mixed_branches
 from normlab.lab.norms import parse_norm
-from normlab.lab.recipes import Context, arguments, recipe
-from normlab.lab.recipes.adversarial import Adversarial, parse_adversary
-from normlab.lab.recipes.makers import Part, cross_entropy, parse_maker
-from normlab.lab.recipes.streams import two_streams
 from normlab.lab.seeds import generator
 from normlab.lab.store import read_lines
 from normlab.lab.study import load_model
+from normlab.lab.tasks.classification import Context, arguments, recipe
+from normlab.lab.tasks.classification.adversarial import Adversarial, parse_adversary
+from normlab.lab.tasks.classification.makers import Part, cross_entropy, parse_maker
+from normlab.lab.tasks.classification.streams import two_streams
 
 SEPARATED = [
     "auxiliary", "sandwich_auxiliary", "auxiliary(shared_affine=True)", 'separated("batch_group(4)")',

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..data import pixels
 from ..predict import Change, Score, answered, batch_size_for, device_of, predictions, score_under
-from ..recipes import ACCURACY
 from ..seeds import generator
 from ..tasks import Metric
+from ..tasks.classification import ACCURACY
 from ..tasks.measuring import described
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ ATTACKED = {
 
 def streams_of(config: Config) -> tuple[str, ...]:
     """The two streams of images that the runs were trained on, the tested one first; empty if there is one stream."""
-    from ..recipes import recipe
+    from ..tasks.classification import recipe
 
     try:
         trained = recipe(config.runs[0].settings.recipe)

@@ -85,7 +85,7 @@ def entries_of(task: Task) -> dict[str, Measure]:
 
 def parse(task: Task, text: str) -> Measurement:
     """A measurement of a task from its text, ``noise(std=0.1)``; one argument needs no name, ``noise(0.1)``."""
-    from ..recipes import arguments
+    from ..texts import arguments
 
     entries = entries_of(task)
     kind, texts = arguments(text)

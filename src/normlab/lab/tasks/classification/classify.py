@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import set_radius
-from ...engine.messages import words
-from ...engine.numerics import widest
-from ...layers import SparseSwitchNorm
-from ..errors import LabError
-from ..mixing import branches_of
-from ..predict import among, check_logits
+from .... import set_radius
+from ....engine.messages import words
+from ....engine.numerics import widest
+from ....layers import SparseSwitchNorm
+from ...errors import LabError
+from ...mixing import branches_of
+from ...predict import among, check_logits
 from . import Batch, Context, Phase, Recipe
 
 __all__ = ["RECIPE", "Classify", "check_conditions"]
@@ -32,7 +32,7 @@ class Classify(Recipe):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
         """Accuracy in per cent and mean cross entropy on the test set. Reads from the device once."""
-        from ..data import pixels
+        from ...data import pixels
 
         x, y = ctx.data.test
         sums = torch.zeros(2, device=ctx.device, dtype=widest(ctx.device))

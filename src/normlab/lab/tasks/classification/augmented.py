@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..errors import LabError
-from ..predict import check_logits
+from ...errors import LabError
+from ...predict import check_logits
 from . import Batch, Context
 from .classify import Classify
 from .makers import Maker, Part, cross_entropy, made, parse_maker

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.messages import nearest, words
-from ...model.routing import route
-from ..attacks import KINDS, Attack
-from ..augmentations import AUGMENTATIONS
-from ..errors import LabError
-from ..mixing import branches_of
-from ..predict import check_logits
-from ..texts import flag
+from ....engine.messages import nearest, words
+from ....model.routing import route
+from ...attacks import KINDS, Attack
+from ...augmentations import AUGMENTATIONS
+from ...errors import LabError
+from ...mixing import branches_of
+from ...predict import check_logits
+from ...texts import flag
 from . import Batch, Context, Phase
 from .adversarial import Adversary, attacked_score, check_statistics, parse_adversary
 from .classify import Classify, check_conditions
 from .makers import Maker, Part, check_maker, cross_entropy, made, parse_maker
 
 if TYPE_CHECKING:
-    from ..data import Data
+    from ...data import Data
 
 __all__ = ["Part", "Stream", "TwoStreams", "make", "two_streams"]
 
@@ -88,7 +88,7 @@ class TwoStreams(Classify):
 
         Makers read from ``data`` what may be mirrored and cropped, and the mean colour.
         """
-        from ..data import check_batch, check_data, pixels
+        from ...data import check_batch, check_data, pixels
 
         self.check(model)
         check_data(data, "loss")
@@ -205,7 +205,7 @@ def two_streams(
     >>> from torch import nn
     >>> from normlab import convert
     >>> from normlab.lab import Data, Images, Settings, fit
-    >>> from normlab.lab.recipes.streams import two_streams
+    >>> from normlab.lab.tasks.classification.streams import two_streams
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
     >>> net = convert(net, "auxiliary")                                        # branches main and aux
     >>> x, y = torch.randint(256, (64, 1, 8, 8), dtype=torch.uint8), torch.randint(2, (64,))

@@ -1,7 +1,7 @@
 """Adversarial training: every image of a batch is attacked through the present model, which learns the results.
 
 ``adversarial(eps=4/255, units=pixels, steps=4, step=2/255)`` is a recipe. ``pgd(...)`` with the same arguments makes
-the images of one of two streams (:mod:`normlab.lab.recipes.streams`).
+the images of one of two streams (:mod:`normlab.lab.tasks.classification.streams`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...engine.messages import nearest
-from ...model.calibrate import averaging
-from ..attacks import KINDS, Attack
-from ..errors import LabError
-from ..predict import Score, counted, score_under
-from ..seeds import generator
-from ..tasks import Metric
-from ..texts import flag, one_of, step, within
+from ....engine.messages import nearest
+from ....model.calibrate import averaging
+from ...attacks import KINDS, Attack
+from ...errors import LabError
+from ...predict import Score, counted, score_under
+from ...seeds import generator
+from ...texts import flag, one_of, step, within
+from .. import Metric
 from . import Batch, Context, Phase, arguments
 from .classify import Classify
 
 if TYPE_CHECKING:
-    from ..data import Data
+    from ...data import Data
 
 __all__ = ["Adversarial", "Adversary", "attacked_score", "make", "parse_adversary"]
 

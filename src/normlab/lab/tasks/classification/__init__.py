@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...engine.messages import nearest
-from ..errors import LabError
-from ..tasks import Batch, Context, Metric, Phase, Task
+from ....engine.messages import nearest
+from ...errors import LabError
+from ...texts import arguments
+from .. import Batch, Context, Metric, Phase, Task
 
 if TYPE_CHECKING:
-    from ..data import Data
-    from ..evaluate import Measurement
-    from ..models import Classifier
-    from ..settings import Settings
+    from ...data import Data
+    from ...evaluate import Measurement
+    from ...models import Classifier
+    from ...settings import Settings
 
 __all__ = ["RECIPES", "Batch", "Context", "Phase", "Recipe", "arguments", "recipe"]
 
@@ -35,7 +36,7 @@ ACCURACY, LOSS = Metric("%", True, "accuracy"), Metric("", False, "loss")
 
 class Recipe(Task):
     """The base: classification of images with one phase over all parameters. A recipe defines :meth:`step`, and
-    :meth:`evaluate` unless it inherits that from :class:`~normlab.lab.recipes.classify.Classify`.
+    :meth:`evaluate` unless it inherits that from :class:`~normlab.lab.tasks.classification.classify.Classify`.
     """
 
     name = "classification"
@@ -49,28 +50,28 @@ class Recipe(Task):
 
     def load(self, settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Data:
         """The data set that the settings name, resized and cut to size."""
-        from ..data import load
+        from ...data import load
 
         whole = load(settings.data, root=root, download=download, size=settings.size or None)
         return whole.subset(settings.train_size or None, settings.test_size or None)
 
     def check_data(self, data: object, function: str) -> None:
-        from ..data import check_data
+        from ...data import check_data
 
         check_data(data, function)
 
     def build(self, settings: Settings, like: Any) -> Classifier:
-        from ..models import build
+        from ...models import build
 
         return build(settings.model, like, settings.norm, seed=settings.seed, **settings.model_options())
 
     def prepare(self, batch: Batch, ctx: Context, generator: torch.Generator) -> Batch:
-        from ..data import augment
+        from ...data import augment
 
         return batch.with_(x=augment(batch.x, ctx.data, generator)) if ctx.settings.augment else batch
 
     def measurement(self, text: str) -> Measurement:
-        from ..evaluate import parse
+        from ...evaluate import parse
 
         return parse(text)
 
@@ -86,9 +87,9 @@ class Recipe(Task):
         import csv
         import io
 
-        from ..predict import predictions
-        from ..store import write_atomic
-        from ..tasks.files import read_image
+        from ...predict import predictions
+        from ...store import write_atomic
+        from ..files import read_image
 
         about = ctx.data
         text = io.StringIO()
@@ -101,7 +102,7 @@ class Recipe(Task):
         return [write_atomic(out, text.getvalue())]
 
     def example(self, ctx: Context) -> Tensor:
-        from ..data import pixels
+        from ...data import pixels
 
         return pixels(ctx.data.test.x[:2])
 
@@ -123,25 +124,8 @@ def recipe(text: str) -> Recipe:
     return module.RECIPE
 
 
-def arguments(text: str) -> tuple[str, dict[str, str]]:
-    """A name and its arguments as texts. An argument without a name has the name ``""``.
-
-    >>> arguments("streams(main=cutout, aux=randaugment(n=3, m=4))")
-    ('streams', {'main': 'cutout', 'aux': 'randaugment(n=3, m=4)'})
-    """
-    from ..texts import split
-
-    name, bracket, rest = text.strip().partition("(")
-    name, rest = name.strip(), rest.rstrip()
-    if bracket and not rest.endswith(")"):
-        raise LabError(f"{text!r} lacks its closing bracket; expected {name}(argument=value, ...)")
-    given: dict[str, str] = {}
-    for part in split(rest[:-1]) if bracket else []:
-        before, equals, after = part.partition("=")
-        named = bool(equals) and "(" not in before
-        key, value = (before.strip(), after.strip()) if named else ("", part)
-        if key in given:
-            raise LabError(f"{text!r} gives {key} twice" if key else f"{text!r} has two values without a name, "
-                           f"{given['']} and {part}; write name=value")  # fmt: skip
-        given[key] = value
-    return name, given
+def __getattr__(name: str) -> Any:
+    # PEP 562: the task imports this module.
+    if name == "TASK":
+        return import_module(".classify", __name__).RECIPE
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
