@@ -487,7 +487,7 @@ def test_images_and_clips_are_pixels_and_masks_are_not():
 def test_settings_of_a_task_have_its_defaults(tmp_path):
     own = Settings.of(ENLARGE)
     assert (own.optimizer, own.lr, own.model) == ("adam", 0.003, "enlarge") and Settings.of() == Settings()
-    assert Settings.from_values({"task": ENLARGE, "epochs": 9}) == replace(own, epochs=9)
+    assert Settings.from_values({"task": ENLARGE, "epochs": 9}, of_task=True) == replace(own, epochs=9)
     assert Settings.from_values(own.values()) == own and own.digest() != Settings.of(ENLARGE, lr=0.1).digest()
     assert default_study(ENLARGE).axes["norm"] == ["none", "batch", "instance"]
     assert [m.name for m in measurements_of(["test", "noise(0.2)", "noise(std=0.2)"], own)] == [
@@ -496,7 +496,12 @@ def test_settings_of_a_task_have_its_defaults(tmp_path):
     ]
     assert task("classification").measurement("clean").name == "clean" and task_of(own).name == ENLARGE
     (tmp_path / "study.toml").write_text(f'task = "{ENLARGE}"\nepochs = 2\n')
-    assert lab.Study.read(tmp_path / "study.toml").base == replace(own, epochs=2)
+    read = lab.Study.read(tmp_path / "study.toml", of_task=True)
+    assert read.base == replace(own, epochs=2) and read.measurements == ("test", "noise(0.1)")
+    # No file is loaded because a checkpoint or a folder of results names it.
+    assert Settings.from_values({"task": "missing.py", "epochs": 9}) == Settings(task="missing.py", epochs=9)
+    with pytest.raises(LabError, match="task is one, as text"):
+        lab.compare(["none"], task=["classification", ENLARGE])
 
 
 def test_a_measurement_returns_what_it_says():

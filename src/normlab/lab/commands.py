@@ -225,7 +225,7 @@ def _study(norms: str | None, seeds: str | None, measure: str | None, config: Pa
     if len(split(name)) > 1:
         raise LabError(f"--task is one task, for tasks have metrics of their own; got {name!r}. "
                        "Give each a comparison of its own.")  # fmt: skip
-    study = default_study(name) if config is None else Study.read(config)
+    study = default_study(name) if config is None else Study.read(config, of_task=True)
     given = _parsed(settings, axes=True)
     axes: dict[str, Any] = dict(study.axes)
     for name, value in given.items():
@@ -290,7 +290,9 @@ def train(
     from .settings import Settings
     from .tasks import task_of
 
-    chosen = Settings.of(settings.get("task", "classification")) if config is None else Settings.read(config)
+    chosen = (
+        Settings.of(settings.get("task", "classification")) if config is None else Settings.read(config, of_task=True)
+    )
     chosen = chosen.with_(**_parsed(settings, axes=False))
     texts = split(measure or "")
     names = [m.name for m in measurements_of(texts, chosen)]

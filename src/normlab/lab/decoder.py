@@ -5,6 +5,7 @@ bytes that follow, or minus that of an error's text, as eight bytes; then the im
 """
 
 import json
+import signal
 import sys
 
 
@@ -28,6 +29,7 @@ def square(path: str, size: int) -> bytes:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; without the parent, stdin ends
     out = sys.stdout.buffer
     for line in sys.stdin:
         asked = json.loads(line)

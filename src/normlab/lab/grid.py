@@ -69,8 +69,11 @@ class Study:
         return toml.dumps(values | {"axes": {k: list(v) for k, v in self.axes.items()}})
 
     @classmethod
-    def read(cls, path: str | Path, *, folder: Path | None = None) -> Study:
-        """A study.toml, or the settings.toml of one run; measurements and axes may be left out."""
+    def read(cls, path: str | Path, *, folder: Path | None = None, of_task: bool = False) -> Study:
+        """A study.toml, or the settings.toml of one run; measurements and axes may be left out.
+
+        ``of_task`` fills in the defaults of the task, as in :meth:`Settings.from_values`.
+        """
         values = toml.read(path)
         known = (*settings_.NAMES, "measurements", "axes")
         unknown = [k for k in values if k not in known]
@@ -83,8 +86,10 @@ class Study:
             raise LabError(f"{path}: measurements is a list of names, and [axes] a table of lists.")
         try:
             axes = {name: axis_of(name, along) for name, along in axes.items()}
-            base = Settings.from_values(values | firsts(axes))
-            return cls(base, axes, DEFAULT.measurements if measurements is None else tuple(measurements), folder)
+            base = Settings.from_values(values | firsts(axes), of_task=of_task)
+            if measurements is None:
+                measurements = default_study(base.task).measurements if of_task else DEFAULT.measurements
+            return cls(base, axes, tuple(measurements), folder)
         except LabError as error:
             raise LabError(f"{path}: {error}") from None
 
@@ -163,7 +168,10 @@ def make_study(
     base: Settings | None = None,
 ) -> Study:
     """The study of :func:`compare`: settings that are lists become axes, in the order norm, others, seed."""
-    usual = default_study(settings.get("task", "classification"))
+    name = settings.get("task", "classification")
+    if not isinstance(name, str):
+        raise LabError(f"task is one, as text, for tasks have metrics of their own; got {name!r}.")
+    usual = default_study(name)
     norms = usual.axes.get("norm", (usual.base.norm,)) if norms is None else norms
     seeds = usual.axes.get("seed", (usual.base.seed,)) if seeds is None else seeds
     measure = usual.measurements if measure is None else measure

@@ -128,14 +128,17 @@ class Settings:
         }
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any], *, source: str = "the settings") -> Settings:
-        """The reverse of :meth:`values`; settings left out have their defaults."""
+    def from_values(cls, values: Mapping[str, Any], *, source: str = "the settings", of_task: bool = False) -> Settings:
+        """The reverse of :meth:`values`; settings left out have their defaults.
+
+        With ``of_task`` they are those of the task that is named, which is loaded: only for files that a user names,
+        for a task may be anybody's code.
+        """
         unknown = [k for k in values if k not in NAMES]
         if unknown:
             raise LabError(f"{source}: unknown setting {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
         try:
-            # An empty table of options is not written. A task is only loaded where its defaults are needed.
-            if "task" in values and any(name not in values for name in NAMES if name != "options"):
+            if of_task and isinstance(values.get("task"), str):
                 values = {**cls.of(values["task"]).values(), **values}
             return cls(**values)
         except LabError as error:
@@ -145,8 +148,8 @@ class Settings:
         return toml.dumps(self.values())
 
     @classmethod
-    def read(cls, path: str | Path) -> Settings:
-        return cls.from_values(toml.read(path), source=str(path))
+    def read(cls, path: str | Path, *, of_task: bool = False) -> Settings:
+        return cls.from_values(toml.read(path), source=str(path), of_task=of_task)
 
     def digest(self) -> str:
         """Eight hexadecimal digits of everything that changes the result."""
