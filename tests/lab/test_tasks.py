@@ -1,5 +1,6 @@
 """The seam: a user's own task through every command, metrics of either direction, phases, sources and their errors."""
 
+import base64
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from normlab import lab
-from normlab.lab import LabError, Settings
+from normlab.lab import LabError, Settings, store
 from normlab.lab.cli import main
 from normlab.lab.grid import default_study, measurements_of
 from normlab.lab.loop import fit
@@ -22,9 +23,9 @@ from normlab.lab.report.gather import gather
 from normlab.lab.run_state import RunState, _better
 from normlab.lab.seeds import generator
 from normlab.lab.store import load_checkpoint
-from normlab.lab.tasks import Batch, Context, Metric, Phase, Source, Task, pixels, task, task_of
+from normlab.lab.tasks import Batch, Context, Metric, Phase, Picture, Source, Task, pixels, task, task_of
 from normlab.lab.tasks.files import read_image, write_image
-from normlab.lab.tasks.measuring import Measure
+from normlab.lab.tasks.measuring import Measure, drawn
 
 ENLARGE = str(Path(__file__).parents[2] / "docs" / "lab" / "enlarge.py")
 SMALL = (
@@ -502,6 +503,35 @@ def test_settings_of_a_task_have_its_defaults(tmp_path):
     assert Settings.from_values({"task": "missing.py", "epochs": 9}) == Settings(task="missing.py", epochs=9)
     with pytest.raises(LabError, match="task is one, as text"):
         lab.compare(["none"], task=["classification", ENLARGE])
+
+
+def test_pictures_are_images_and_drawings(tmp_path):
+    """A drawing comes as an image, so that a script in it does not run, and titles are escaped."""
+    svg = '<svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>'
+    images = torch.tensor([0.0, 0.5, 1.0, 2.0]).view(2, 1, 1, 2)  # cut to [0, 1]
+
+    class Drawn(Line):
+        def pictures(self, model, ctx):
+            return [Picture("<b>cells</b>", svg=svg), Picture("rows", images, ("first", "<i>second"))]
+
+    chosen = Drawn()
+    ctx = Context(Settings(task="drawn.py"), Numbers(), torch.device("cpu"), torch.Generator())
+    record = chosen.measure(chosen.measurement("test"), line_model(), ctx, lambda *_: None)
+    store.append_line(tmp_path / "results.jsonl", {"digest": "a", **record})
+    (read,) = store.read_records(tmp_path)
+    run = lab.Run(ctx.settings, tmp_path, [], [read])
+    cells, rows = gather(lab.Results(lab.Study(), [run])).pictures
+    assert (cells.title, rows.title) == ("<b>cells</b>", "rows") and [said for _, said in rows.rows["batch"]] == [
+        "first", "<i>second",
+    ]  # fmt: skip
+    page = lab.write_report(lab.Results(lab.Study(), [run]), tmp_path / "page.html").read_text()
+    assert "alert(1)" not in page and "<b>cells" not in page and "<i>second" not in page
+    assert "data:image/svg+xml;base64," in page
+    address = rows.rows["batch"][1][0]
+    (tmp_path / "a.png").write_bytes(base64.b64decode(address.partition(",")[2]))
+    assert read_image(tmp_path / "a.png", 1).flatten().tolist() == [255, 255]
+    with pytest.raises(LabError, match=r"one channel or three; got \[1, 2, 3, 3\]"):
+        drawn(Picture("wrong", torch.zeros(1, 2, 3, 3)))
 
 
 def test_a_measurement_returns_what_it_says():
