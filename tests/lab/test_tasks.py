@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from normlab import lab
-from normlab.lab import LabError, Settings, store
+from normlab.lab import LabError, Settings, quick, store
 from normlab.lab.cli import main
 from normlab.lab.grid import default_study, measurements_of
 from normlab.lab.loop import fit
@@ -473,6 +474,14 @@ def test_what_does_not_fit_is_told():
             fit(line_model(), Numbers(), settings, task=wrong)
     with pytest.raises(AttributeError, match="this batch has no 'z'; it has x, y"):
         _ = Batch(x=torch.zeros(1), y=torch.zeros(1)).z
+
+
+def test_a_model_is_traced_only_if_the_task_says_so():
+    """A step may use more of a model than its forward, which a traced one does not have."""
+    ctx: Any = SimpleNamespace(device=torch.device("cuda"), data=lab.load("digits"))
+    model = lab.build("small", ctx.data, "batch", seed=0)
+    assert quick.fused(model, task("classification"), ctx) is not model
+    assert quick.fused(model, Line(), ctx) is model
 
 
 def test_images_and_clips_are_pixels_and_masks_are_not():
