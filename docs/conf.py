@@ -102,6 +102,8 @@ BESIDE = (
     ("group", "nn.GroupNorm", "nn.GroupNorm"),
     ("layer", "nn.GroupNorm", "nn.GroupNorm with one group"),
     ("instance", "nn.InstanceNorm2d", "nn.InstanceNorm2d"),
+    ("layer_last", "nn.LayerNorm, last axis", "nn.LayerNorm on [N, H, W, C]"),
+    ("rms_last", "nn.RMSNorm, last axis", "nn.RMSNorm on [N, H, W, C]"),
 )
 
 
