@@ -427,8 +427,8 @@ def test_averaged_weights_are_averages_with_statistics_of_their_own():
     seen = []
     trainer_step = loop_module._Trainer._step
 
-    def spy(self, batch):
-        trainer_step(self, batch)
+    def spy(self, batches):
+        trainer_step(self, batches)
         seen.append([p.detach().clone() for p in self.model.parameters()])
 
     model = model_of(settings, data)
