@@ -580,7 +580,7 @@ def test_affinity_takes_an_augmentation() -> None:
     data = replace(data, test=Images(x, model(pixels(x)).argmax(1)))  # right on every clean image
     change = parse_augmentation("randaugment(n=2, m=9)").on_pixels(data)
     texts = [f"affinity(augmentation={name})" for name in ("randaugment(n=2, m=9)", "identity")]
-    found, same = (r["scalars"]["affinity"] for r in measure(model, data, texts, seed=5, batch_size=200))
+    found, same = (r["values"]["affinity"] for r in measure(model, data, texts, seed=5, batch_size=200))
     after = accuracy(model, change(pixels(x), generator(5, "affinity")), data.test.y)
     assert found == pytest.approx(after - 100) and found < -5
     assert same == 0

@@ -17,6 +17,7 @@ from normlab.lab.cli import main
 from normlab.lab.commands import seeds_of
 from normlab.lab.display import Clock, Lines, Screen
 from normlab.lab.evaluate import parse
+from normlab.lab.measurements import found_values
 from normlab.lab.report.terminal import table
 from normlab.lab.reproduce import entries
 from normlab.lab.texts import split
@@ -97,7 +98,9 @@ def test_settings_of_a_file_give_way_to_the_command_line(normlab):
 def test_report_in_other_forms(normlab, trained, tmp_path):
     code, out, _ = normlab("report", trained.folder, "--format", "csv")
     rows = out.splitlines()
-    assert code == 0 and rows[0].startswith("configuration,") and repr(trained.records[0]["accuracy"]) in rows[1]
+    assert (
+        code == 0 and rows[0].startswith("configuration,") and repr(trained.records[0]["values"]["accuracy"]) in rows[1]
+    )
     code, out, _ = normlab("report", trained.folder, "--format", "markdown", "--out", "a.md")
     assert code == 0 and (tmp_path / "a.md").read_text().startswith("| configuration")
     code, out, _ = normlab("report", trained.folder, "--out", "page.html")
@@ -122,7 +125,7 @@ def test_evaluate_a_checkpoint(normlab, trained, tmp_path):
         "evaluate", trained.folder / "best.safetensors", "--measure", "clean,fgsm", "--out", "r.jsonl"
     )
     assert code == 0, err
-    assert f"{trained.records[0]['accuracy']:.2f}" in out and "fgsm" in out
+    assert f"{trained.records[0]['values']['accuracy']:.2f}" in out and "fgsm" in out
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [r["measurement"] for r in records] == ["clean", "fgsm"] and records[0]["n"] == 100
     for given, expected in (("0", 360), ("50", 50)):  # all, and as many as asked for
@@ -312,14 +315,21 @@ def test_a_folder_is_no_file_to_write(normlab, trained, tmp_path):
     ("line", "words"),
     [
         ("[" * 100_000, ("is not a JSON object",)),
-        ('{"digest": 3, "measurement": "clean"}', ("digest is 3 and not text",)),
-        ('{"digest": "DIGEST", "measurement": "clean", "accuracy": "much"}', ("accuracy is 'much' and not a number",)),
-        ('{"digest": "DIGEST", "measurement": "clean", "accuracy": 1e999}', ("accuracy is inf and not a number",)),
-        ('{"digest": "DIGEST", "measurement": "c", "curve": {"x": [1], "y": [1, 2]}}', ("has 2 values at 1 places",)),
-        ('{"digest": "DIGEST", "measurement": "c", "curve": [1]}', ("curve is list and not a table",)),
-        ('{"digest": "DIGEST", "measurement": "c", "grid": {"values": [[1], 2]}}', ("grid.values[1] is 2 and not a",)),
-        ('{"digest": "DIGEST", "measurement": "c", "scalars": {"uCE": [1]}}', ("scalars.uCE is list",)),
-        ('{"digest": "DIGEST", "measurement": "c", "samples": {"shape": "x"}}', ("samples.shape is 'x'",)),
+        ('{"digest": 3, "measurement": "clean", "values": {}}', ("digest is 3 and not text",)),
+        ('{"digest": "DIGEST", "measurement": "clean", "accuracy": 90.0}', ("has no 'values'", "of another version")),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {"accuracy": "much"}}', ("values.accuracy is 'much'",)),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {"accuracy": 1e999}}', ("values.accuracy is inf",)),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {}, "curve": {"x": [1], "y": [1, 2]}}',
+         ("has 2 values at 1 places",)),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {}, "curve": [1]}', ("curve is list and not a table",)),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {}, "grid": {"values": [[1], 2]}}',
+         ("grid.values[1] is 2 and not a",)),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {"uCE": [1]}}', ("values.uCE is list",)),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {}, "metrics": {"a": {"unit": 3}}}', ("metrics.a.unit",)),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {}, "samples": {"shape": "x"}}',
+         ("samples.shape is 'x'",)),
+        ('{"digest": "DIGEST", "measurement": "c", "values": {}, "pictures": [{"title": "p", "shape": [1, 1, 2, 2],'
+         ' "images": "AAAA"}]}', ("the picture 'p' does not have the shape",)),
     ],
 )  # fmt: skip
 def test_a_line_of_results_of_another_type_is_named(normlab, trained, tmp_path, line, words):
@@ -508,13 +518,13 @@ def test_a_line_of_a_log_is_one_line_and_says_what_its_number_is():
     lines = Lines(console, [settings], ["between"], lambda s: s.norm)
     lines.run(settings, done_epochs=0)
     lines.epoch({"epoch": 1, "loss": 0.0, "accuracy": 90.0, "seconds": 1.0})
-    lines.measured(settings, {"measurement": "between", "accuracy": 97.854, "curve": {}})
-    lines.measured(settings, {"measurement": "affinity", "accuracy": 12.5, "scalars": {"affinity": -2.0}})
+    lines.measured(settings, found_values({"measurement": "between", "accuracy": 97.854, "curve": {}}))
+    lines.measured(settings, found_values({"measurement": "affinity", "accuracy": 12.5, "scalars": {"affinity": -2.0}}))
     said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.partition("seed 0: ")[2] for line in said] == [
         "1 epoch, loss 0, accuracy 90 %",
         "between 97.85 %, mean of the curve",
-        "affinity 12.50 %, affinity -2.00",
+        "affinity 12.50 %, affinity -2.00 points",
     ]
 
 

@@ -129,14 +129,14 @@ def test_an_image_without_a_finite_output_is_wrong_and_told_of_once() -> None:
     )
     assert "in clean, clean(top=4) and low-pass(bands=[8], n=20); they count as wrong" in said
     assert told[0].filename == __file__
-    assert found[0]["accuracy"] == 100 * known / 40 and found[0]["not_finite"] == {"images": lost, "of": 40}
-    assert found[1]["accuracy"] == 100 * known / 40  # top-4 of logits that are not numbers is not right either
+    assert found[0]["values"]["accuracy"] == 100 * known / 40 and found[0]["not_finite"] == {"images": lost, "of": 40}
+    assert found[1]["values"]["accuracy"] == 100 * known / 40  # top-4 of none is not right
     with pytest.warns(NotFinite, match=f"{lost} of 40"):
         assert accuracy(model, *data.test) == 100 * known / 40
     with pytest.warns(NotFinite, match="1,360 of 1,360"):  # 34 waves
         assert fourier.heat_map(Silent(5), data).eq(1).all()
     (fine,) = measure(Silent(0), data, ["clean"])  # without a warning
-    assert "not_finite" not in fine and fine["accuracy"] == 100 * int((data.test.y < 4).sum()) / 40
+    assert "not_finite" not in fine and fine["values"]["accuracy"] == 100 * int((data.test.y < 4).sum()) / 40
 
 
 def test_a_mixture_of_branches_without_a_finite_output_is_told_of() -> None:
@@ -174,7 +174,7 @@ def test_a_study_notes_outputs_that_are_not_finite_once_a_run() -> None:
 
     asked = [parse("clean"), parse("noise(samples=0)")]
     records = list(measured(cast(Any, Silent(5)), labelled(), Settings(), asked, Notes(), torch.device("cpu")))
-    assert [r["accuracy"] for r in records] == [0, 0]
+    assert [r["values"]["accuracy"] for r in records] == [0, 0]
     (said,) = Notes.said
     assert said.startswith(f"{Settings().name} gave no finite output for ") and "in clean and noise" in said
 
@@ -184,9 +184,9 @@ def test_affinity_is_the_accuracy_lost_to_an_augmentation(model: Classifier, dat
     moved = replace(data, crop=2)
     (record,) = measure(model, moved, ["affinity"], seed=3, batch_size=len(y))
     cropped = augment(pixels(x), moved, generator(3, "affinity"))
-    assert record["accuracy"] == pytest.approx(right(model, cropped, y))
-    assert record["scalars"]["affinity"] == pytest.approx(record["accuracy"] - accuracy(model, x, y))
-    assert record["scalars"]["affinity"] < -10
+    assert record["values"]["accuracy"] == pytest.approx(right(model, cropped, y))
+    assert record["values"]["affinity"] == pytest.approx(record["values"]["accuracy"] - accuracy(model, x, y))
+    assert record["values"]["affinity"] < -10
     with pytest.raises(LabError, match="neither cropped nor mirrored"):
         measure(model, data, ["affinity"])
 
@@ -220,9 +220,9 @@ def test_prediction_under_interpolation_of_branches() -> None:
     assert not torch.equal(half(x).argmax(1), predict_with(model, weight=0.5, of="logits")(x).argmax(1))
     # The mixture is what is measured and attacked.
     (clean, attacked) = measure(model, data, ["clean(mix=0.5)", "bim(mix=0.5, eps=0.1, units=pixels)"])
-    assert clean["accuracy"] == right(half, x, data.test.y)
+    assert clean["values"]["accuracy"] == right(half, x, data.test.y)
     made = bim(0.1, units="pixels")(half, x, data.test.y)
-    assert attacked["accuracy"] == right(half, made, data.test.y) < clean["accuracy"]
+    assert attacked["values"]["accuracy"] == right(half, made, data.test.y) < clean["values"]["accuracy"]
 
 
 def test_the_branch_that_is_evaluated_is_the_branch_that_is_attacked() -> None:
@@ -238,9 +238,9 @@ def test_the_branch_that_is_evaluated_is_the_branch_that_is_attacked() -> None:
         (named,) = measure(model, data, [f"bim(branch={branch})"])
         with normlab.route(model, branch=branch):
             (routed,) = measure(model, data, ["bim"])
-        assert named["accuracy"] == routed["accuracy"] == want[branch]
+        assert named["values"]["accuracy"] == routed["values"]["accuracy"] == want[branch]
     (first,) = measure(model, data, ["bim"])
-    assert first["accuracy"] == want["main"] and first["branch"] == "main"
+    assert first["values"]["accuracy"] == want["main"] and first["branch"] == "main"
     with pytest.raises(LabError, match="there is no branch 'axu'; did you mean 'aux'"):
         measure(model, data, ["clean(branch=axu)"])
     with pytest.raises(LabError, match="has no separated layer"):
@@ -274,7 +274,7 @@ def test_noise_can_be_drawn_at_the_size_before_enlarging() -> None:
 
 def test_seeds_decide_the_noise(model: Classifier, data: Data) -> None:
     first, again, other = (measure(model, data, ["noise(3)"], seed=s)[0] for s in (0, 0, 1))
-    assert first["accuracy"] == again["accuracy"] and first["samples"] == again["samples"]
+    assert first["values"]["accuracy"] == again["values"]["accuracy"] and first["samples"] == again["samples"]
     assert first["samples"]["after"] != other["samples"]["after"]
 
 
@@ -289,11 +289,11 @@ def test_seeds_decide_the_noise(model: Classifier, data: Data) -> None:
 )
 def test_a_curve_is_its_points(model: Classifier, data: Data, curve: str, point: str, sizes: list[float]) -> None:
     (record,) = measure(model, data, [curve])
-    points = [measure(model, data, [point.format(s)])[0]["accuracy"] for s in sizes]
+    points = [measure(model, data, [point.format(s)])[0]["values"]["accuracy"] for s in sizes]
     assert record["curve"]["x"] == sizes
     assert record["curve"]["y"] == points
     assert points[0] > points[-1]
-    assert record["accuracy"] == pytest.approx(sum(points) / len(points))
+    assert record["values"]["accuracy"] == pytest.approx(sum(points) / len(points))
     assert ("pixels" if "pixels" in curve else "standardised") in record["curve"]["x_label"]
 
 
@@ -302,12 +302,12 @@ def test_attacks_are_those_of_the_attacks(model: Classifier, data: Data) -> None
     (record,) = measure(model, data, ["pgd(eps=24/255, units=pixels, steps=3, restarts=2)"], seed=3, batch_size=120)
     attack = pgd(24 / 255, units="pixels", steps=3, restarts=2)
     made = attack(model, x, y, generator=generator(3, "attack"))
-    assert record["accuracy"] == right(model, made, y) < accuracy(model, x, y)
+    assert record["values"]["accuracy"] == right(model, made, y) < accuracy(model, x, y)
     assert record["title"] == attack.name
     # Default step and the published code's, ten times in eps.
     (record,) = measure(model, data, ["bim(eps=0.4, steps=5, step=eps/10, clip=2)"])
     made = bim(0.4, units="standardised", steps=5, step=0.04, clip=2)(model, x, y)
-    assert record["accuracy"] == right(model, made, y)
+    assert record["values"]["accuracy"] == right(model, made, y)
     assert record["arguments"]["step"] == "eps/10"
 
 
@@ -317,7 +317,7 @@ def test_targets(model: Classifier, data: Data) -> None:
     for text, aim in (("next", (y + 1) % 10), ("least-likely", least), ("3", torch.full_like(y, 3))):
         (record,) = measure(model, data, [f"bim(eps=0.8, steps=3, target={text})"])
         made = bim(0.8, units="standardised", steps=3, targeted=True)(model, x, aim)
-        assert record["accuracy"] == right(model, made, y)
+        assert record["values"]["accuracy"] == right(model, made, y)
 
 
 def test_corruptions_by_name_and_severity(model: Classifier, data: Data) -> None:
@@ -329,7 +329,7 @@ def test_corruptions_by_name_and_severity(model: Classifier, data: Data) -> None
             made = torch.cat([corruptions.corrupt(part, name, severity, seed=draw) for part in parts])
             assert found == right(model, made, data.test.y)
     assert record["title"] == "gaussian_noise and contrast, severity 1 and 5"
-    assert record["scalars"] == {}
+    assert record["metrics"].keys() == {"accuracy"}
 
 
 def test_summaries_of_corruptions() -> None:
@@ -341,10 +341,10 @@ def test_summaries_of_corruptions() -> None:
     error = {name.partition(" (")[0]: 100 - sum(row) / 5 for name, row in table.items()}
     fifteen = [error[name] for name in corruptions.COMMON]
     ce = [100 * error[name] / corruptions.ALEXNET[name] for name in corruptions.COMMON]
-    assert record["scalars"]["uCE over 15"] == pytest.approx(sum(fifteen) / 15)
-    assert record["scalars"]["mCE over 15 against AlexNet"] == pytest.approx(sum(ce) / 15)
-    assert record["scalars"]["mean error over 19"] == pytest.approx(sum(error.values()) / 19)
-    assert record["accuracy"] == pytest.approx(100 - sum(error.values()) / 19)
+    assert record["values"]["uCE over 15"] == pytest.approx(sum(fifteen) / 15)
+    assert record["values"]["mCE over 15 against AlexNet"] == pytest.approx(sum(ce) / 15)
+    assert record["values"]["mean error over 19"] == pytest.approx(sum(error.values()) / 19)
+    assert record["values"]["accuracy"] == pytest.approx(100 - sum(error.values()) / 19)
     assert record["title"] == "19 corruptions, severity 1 to 5"
 
 
@@ -353,7 +353,7 @@ def test_frequencies(model: Classifier, data: Data) -> None:
     (heat,) = measure(model, data, ["fourier(size=2, n=60)"], seed=4, progress=lambda name, *now: told.append(now))
     want = fourier.heat_map(model, data.subset(test=60), norm=2.0, seed=4)
     torch.testing.assert_close(torch.tensor(heat["grid"]["values"]), 100 * want)
-    assert heat["accuracy"] == pytest.approx(100 - 100 * want.mean().item(), abs=1e-4)
+    assert heat["values"]["accuracy"] == pytest.approx(100 - 100 * want.mean().item(), abs=1e-4)
     assert want.max() > want.min() and told[-1] == (34, 34)  # of 64, 60 in pairs
     (curve,) = measure(model, data, ["low-pass(bands=[1, 4, 8])"])
     x, y = data.test
@@ -386,7 +386,7 @@ def test_samples_are_the_images_before_and_after(model: Classifier, data: Data) 
 def test_fewer_images_and_more_guesses(model: Classifier, data: Data) -> None:
     (record,) = measure(model, data, ["clean(n=50, top=3)"])
     part = data.subset(test=50).test
-    assert record["n"] == 50 and record["accuracy"] == accuracy(model, part.x, part.y, top=3)
+    assert record["n"] == 50 and record["values"]["accuracy"] == accuracy(model, part.x, part.y, top=3)
     assert record["title"] == "clean top-3 n=50"
 
 
@@ -396,7 +396,7 @@ def test_records_are_json_and_progress_is_told(model: Classifier, data: Data) ->
     records = measure(model, data, texts, batch_size=50, progress=lambda *words: told.append(words))
     assert json.loads(json.dumps(records)) == records
     assert [r["measurement"] for r in records] == [parse(t).name for t in texts]
-    assert all(r["n"] == 120 and r["seconds"] >= 0 and 0 <= r["accuracy"] <= 100 for r in records)
+    assert all(r["n"] == 120 and r["seconds"] >= 0 and 0 <= r["values"]["accuracy"] <= 100 for r in records)
     for text, batches in zip(texts, (3, 6, 3), strict=True):
         name = parse(text).name
         assert [t for t in told if t[0] == name] == [(name, i + 1, batches) for i in range(batches)]
@@ -405,14 +405,14 @@ def test_records_are_json_and_progress_is_told(model: Classifier, data: Data) ->
 def test_a_network_of_ones_own(model: Classifier, data: Data) -> None:
     """That expects standardised images, or that standardises in a way the lab does not see."""
     texts = ["clean", "noise", "bim", "bim(eps=0.4, clip=2)"]
-    want = [r["accuracy"] for r in measure(model, data, texts)]
+    want = [r["values"]["accuracy"] for r in measure(model, data, texts)]
     model.net[1].train()  # type: ignore[index] - one part in another mode than the whole
     own = measure(model.net, data, texts, mean=data.mean, std=data.std)
-    assert [r["accuracy"] for r in own] == want
+    assert [r["values"]["accuracy"] for r in own] == want
     assert [m.training for m in model.net.modules()] == [False, False, True, False, False, False]
     model.net.eval()
     inside = measure(nn.Sequential(model.standardize, model.net), data, texts)  # units are those of the data
-    assert [r["accuracy"] for r in inside] == want
+    assert [r["values"]["accuracy"] for r in inside] == want
 
 
 @pytest.mark.parametrize("data_kind", ["grey", "colour"])

@@ -22,9 +22,9 @@ from normlab.lab import Data, Images, LabError, Settings, Watcher, build, fit, l
 from normlab.lab import loop as loop_module
 from normlab.lab import run_state as state_module
 from normlab.lab.loop import estimate_statistics, learning_rate
-from normlab.lab.recipes import Phase, Recipe, recipe
-from normlab.lab.recipes.classify import Classify
 from normlab.lab.seeds import generator
+from normlab.lab.tasks.classification import Phase, Recipe, recipe
+from normlab.lab.tasks.classification.classify import Classify
 from normlab.model.calibrate import averaging, estimate
 from processes import LAST_RESORT
 
@@ -404,7 +404,7 @@ def test_best_keeps_the_weights_of_the_best_epoch():
 
 
 def context(settings, data):
-    from normlab.lab.recipes import Context
+    from normlab.lab.tasks.classification import Context
 
     return Context(settings, data, torch.device("cpu"), torch.Generator())
 
@@ -427,8 +427,8 @@ def test_averaged_weights_are_averages_with_statistics_of_their_own():
     seen = []
     trainer_step = loop_module._Trainer._step
 
-    def spy(self, batch):
-        trainer_step(self, batch)
+    def spy(self, batches):
+        trainer_step(self, batches)
         seen.append([p.detach().clone() for p in self.model.parameters()])
 
     model = model_of(settings, data)
@@ -540,19 +540,17 @@ def test_a_step_that_returns_something_else_is_told(step, sentence):
             return step(F.cross_entropy(model(batch.x), batch.y))
 
     with pytest.raises(LabError, match=sentence):
-        trained(TINY, recipe=Wrong())
+        trained(TINY, task=Wrong())
 
 
 def test_a_recipe_that_is_none_is_told():
     for wrong in ("classify", Classify):
-        with pytest.raises(LabError, match="recipe is an object of"):
-            trained(TINY, recipe=wrong)
+        with pytest.raises(LabError, match="task is an object of"):
+            trained(TINY, task=wrong)
 
 
 def test_a_recipe_of_two_phases_has_two_optimizers(tmp_path):
     class Alternate(Recipe):
-        score = "accuracy"
-
         def phases(self, model, ctx):
             body, head = list(model.parameters())[:-2], list(model.parameters())[-2:]
             return [Phase("body", body, self.step), Phase("head", head, self.step)]
@@ -565,7 +563,7 @@ def test_a_recipe_of_two_phases_has_two_optimizers(tmp_path):
             return Classify().evaluate(model, ctx)
 
     data = tiny_data()
-    _, history = trained(TINY, data, recipe=Alternate(), folder=tmp_path)
+    _, history = trained(TINY, data, task=Alternate(), folder=tmp_path)
     assert {"body_loss", "head_loss", "body_noise", "head_noise"} <= history.epochs[0].keys()
     assert history.epochs[0]["body_noise"] != history.epochs[1]["body_noise"]
     names = load_checkpoint(tmp_path / "last.safetensors")[0]
@@ -660,8 +658,8 @@ def test_a_step_that_cannot_be_captured_runs_as_usual():
             notes.append(sentence)
 
     data, settings = tiny_data(400, side=8), Settings(model="small", epochs=2, batch_size=32)
-    plain = trained(replace(settings, capture=False), data, device="cuda", recipe=Asking())[1]
-    history = trained(settings, data, device="cuda", recipe=Asking(), progress=Teller())[1]
+    plain = trained(replace(settings, capture=False), data, device="cuda", task=Asking())[1]
+    history = trained(settings, data, device="cuda", task=Asking(), progress=Teller())[1]
     assert len(notes) == 1 and "cannot be captured" in notes[0] and "The reason: " in notes[0]
     assert numbers(history) == numbers(plain)
 
@@ -700,20 +698,20 @@ def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
     for name, norm, expected in (("resnet20", "batch", 19), ("wrn-10-1", "auxiliary", 7), ("small", "switchable", 4)):
         model = build(name, data, norm, seed=0)
         before = {k: v.clone() for k, v in model.state_dict().items()}
-        twin = quick.fused(model, ctx)
+        twin = quick.fused(model, Classify(), ctx)
         assert acts(model) == 0 and acts(twin) == expected
         assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
         same_state(before, model.state_dict())
     plain = build("small", data, "torch", seed=0)
     before = {k: v.clone() for k, v in plain.state_dict().items()}
-    assert quick.fused(plain, ctx) is plain
+    assert quick.fused(plain, Classify(), ctx) is plain
     same_state(before, plain.state_dict())
     dropping = Dropping(*build("small", data, "batch", seed=0))
-    assert quick.fused(dropping, ctx) is dropping
+    assert quick.fused(dropping, Classify(), ctx) is dropping
     refusing = nn.Sequential(
         nn.Conv2d(data.channels, 4, 3), normlab.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(1, 10)
     )
-    assert acts(quick.fused(refusing, ctx)) == 1  # by its graph alone: the example is not to its taste
+    assert acts(quick.fused(refusing, Classify(), ctx)) == 1  # by its graph alone: the example is not to its taste
 
 
 def test_sparse_mixtures_learn_slowly_and_their_gradients_are_clipped(monkeypatch):
@@ -726,7 +724,7 @@ def test_sparse_mixtures_learn_slowly_and_their_gradients_are_clipped(monkeypatc
 
     settings = replace(TINY, norm="sparse_switchable", epochs=1, momentum=0.0, schedule="constant", lr=1e-3)
     before, steps = model_of(settings, tiny_data()), 40 // TINY.batch_size + 1
-    model, _ = trained(settings, tiny_data(), recipe=Steep())
+    model, _ = trained(settings, tiny_data(), task=Steep())
     logits = [n for n, _ in model.named_parameters() if n.endswith(("mean_weight", "var_weight"))]
     assert logits
     start, end = (torch.cat([m.get_parameter(n).detach() for n in logits]) for m in (before, model))

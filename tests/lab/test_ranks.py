@@ -22,8 +22,8 @@ from torch.testing import assert_close
 from normlab.lab import Data, Images, LabError, Settings, build, fit, train
 from normlab.lab import loop as loop_module
 from normlab.lab.ranks import ALONE, Ranks, joined
-from normlab.lab.recipes import Phase
-from normlab.lab.recipes.classify import Classify
+from normlab.lab.tasks.classification import Phase
+from normlab.lab.tasks.classification.classify import Classify
 from normlab.lab.torchrun import lead
 from processes import LAST_RESORT, filled_once, join, run_ranks
 
@@ -159,13 +159,13 @@ def work(rank: int, world: int, folder: str) -> None:
             seen["ghosts", name] = trained(streams_of(BASE, norm), data(40), ranks=ranks)
         for sync in (True, False):
             seen["small", sync] = trained(*small_batches(sync), ranks=ranks)
-        seen["phases"] = trained(BASE, ranks=ranks, recipe=TwoPhases())
+        seen["phases"] = trained(BASE, ranks=ranks, task=TwoPhases())
         own = home / f"disk{rank}"  # as on machines that share no disk
         seen["one to two"] = resumed(home / "one" if rank == 0 else own, ranks)
         with Stop():
             resumed(home / "two" if rank == 0 else own, ranks)
         assert not own.exists()
-        seen["apart"] = error_of(lambda: trained(BASE, ranks=ranks, recipe=Apart()))
+        seen["apart"] = error_of(lambda: trained(BASE, ranks=ranks, task=Apart()))
         seen["too small"] = error_of(lambda: trained(replace(BASE, batch_size=1), ranks=ranks))
         seen["ghost"] = error_of(lambda: trained(replace(BASE, norm="batch(ghost=2)", sync_norm=True), ranks=ranks))
         seen["led"] = lead(ranks, lambda: "the command's")
@@ -225,7 +225,7 @@ def test_a_rank_without_an_image_changes_nothing(two, sync):
 
 
 def test_every_phase_sums_its_own_gradients(two):
-    compare([seen["phases"] for seen in two], trained(BASE, recipe=TwoPhases()))
+    compare([seen["phases"] for seen in two], trained(BASE, task=TwoPhases()))
 
 
 def test_a_run_is_taken_up_by_any_number_of_ranks(two, tmp_path):
@@ -289,6 +289,47 @@ def torchrun(*arguments, program=("-m", "normlab.lab")):
 TINY = ("--data", "digits", "--train-size", "200", "--test-size", "100", "--epochs", "1", "--device", "cpu")
 
 
+def test_a_task_of_ones_own_under_torchrun(tmp_path):
+    """Its data go to the other process as they are, and its file is loaded there."""
+    own = tmp_path / "own.py"
+    example = Path(__file__).parents[2] / "docs" / "lab" / "enlarge.py"
+    wrapped = """
+
+class Halved(lab.tasks.Source):
+    name = "halved"
+
+    def __init__(self, data):
+        self.data, self.about = data, data.about
+
+    about = {}
+
+    def number(self, part):
+        return self.data.number(part)
+
+    def rows(self, part, index, device):
+        return self.data.rows(part, index, device)
+
+
+class Wrapped(Enlarge):
+    def load(self, settings, **more):
+        return Halved(super().load(settings, **more))
+
+
+TASK = Wrapped()
+"""
+    own.write_text(example.read_text() + wrapped)
+    asked = ("compare", "--task", own, *TINY, "--norms", "layer", "--seeds", "1", "--width", "4")
+    done = torchrun(*asked, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    one = subprocess.run([sys.executable, "-m", "normlab.lab", *map(str, asked), "--out", str(tmp_path / "one")],
+                         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert one.returncode == 0, one.stderr
+    two, alone = (lines(tmp_path / name / "results.jsonl") for name in ("two", "one"))
+    assert [r["measurement"] for r in two] == ["test", "noise(std=0.1)"]
+    for ours, theirs in zip(two, alone, strict=True):
+        assert ours["values"] == pytest.approx(theirs["values"], rel=1e-3)
+
+
 def test_a_study_under_torchrun(tmp_path):
     """Each run once, by both processes; the numbers of one process; everything printed once."""
     asked = ("compare", *TINY, "--norms", "batch,layer", "--seeds", "1", "--measure", "clean,noise", "--sync-norm",
@@ -302,7 +343,7 @@ def test_a_study_under_torchrun(tmp_path):
         settings = Settings.from_values(record["settings"])
         one = train(settings, tmp_path / settings.norm, measure=["clean", "noise"], device="cpu")
         (expected,) = (r for r in one.records if r["measurement"] == record["measurement"])
-        assert record["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+        assert record["values"]["loss"] == pytest.approx(expected["values"]["loss"], rel=1e-3)
         (log,) = lines(tmp_path / "two" / "runs" / record["run"] / "log.jsonl")
         assert log["ranks"] == 2 and log["loss"] == pytest.approx(one.history[0]["loss"], rel=1e-4)
 

@@ -32,6 +32,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from normlab.lab.errors import LabError
+from normlab.lab.measurements import found_values
 from normlab.lab.report import Comparison, ComparisonRow, lines, maps, terminal, write_report
 from normlab.lab.report.gather import gather
 from normlab.lab.report.palette import COLOURS
@@ -54,6 +55,11 @@ SIDE = 28
 
 def pictures(k: int, seed: int) -> str:
     return base64.b64encode(random.Random(seed).randbytes(k * SIDE * SIDE)).decode()
+
+
+def stored(record: dict[str, Any]) -> dict[str, Any]:
+    """A made-up record as the lab stores it, its values by metric."""
+    return found_values(dict(record)) if "accuracy" in record else record
 
 
 def attack(eps: float, accuracy: float) -> dict[str, Any]:
@@ -139,14 +145,14 @@ def made_up(
     runs = []
     for settings in study.grid():
         rng = random.Random(settings.name)
-        found = [about | r for r in records(settings, rng)]
+        found = [about | stored(r) for r in records(settings, rng)]
         runs.append(Run(settings, Path(settings.name), history_of(settings, rng), found))
     return Results(study, runs)
 
 
 def values_of(results: Results, norm: str, measurement: str) -> list[float]:
     return [
-        r["accuracy"]
+        r["values"]["accuracy"]
         for run in results.runs
         if run.settings.norm == norm
         for r in run.records
@@ -424,7 +430,7 @@ def test_a_record_says_which_branches_it_mixes() -> None:
     text = "corruptions(names=[fog, snow], severities=[1, 3], mix=0.5, samples=0)"
     (record,) = measure(model, data, [text])
     assert record["branches"] == list(names) and record["arguments"]["mix"] == 0.5
-    run = Run(Settings(), Path("x"), [], json.loads(json.dumps([record])))
+    run = Run(Settings(), Path("x"), [], json.loads(json.dumps([stored(record)])))
     (where,) = gather(Results(Study(), [run])).corruptions
     assert str(where) == "severity 1 and 3 clean and adversarial mixed by 0.5"
     assert record["title"] == f"fog and snow, {where}"
@@ -503,7 +509,7 @@ def test_runs_without_finite_outputs_are_told_of() -> None:
         record["not_finite"] = {"images": 600, "of": 1000}
     said = "There was no finite output, which counts as wrong, by no normalization (1 of 3 runs, "
     assert reading(gather(results))[0].endswith(f"{said}1,200 of 2,000 images).")
-    results.runs[0].records[0]["accuracy"] = math.nan
+    results.runs[0].records[0]["values"]["accuracy"] = math.nan
     assert "points: −" in reading(gather(results))[1] and "nan" not in " ".join(reading(gather(results)))  # noqa: RUF001
 
 
@@ -693,7 +699,7 @@ def test_the_page_has_every_section_it_has_something_for(everything: Path, tmp_p
         "repeat",
     }
     bare = [{"measurement": "clean", "accuracy": 90.0}]
-    lone = Results(Study(), [Run(Settings(), Path("x"), [], bare)])
+    lone = Results(Study(), [Run(Settings(), Path("x"), [], [stored(r) for r in bare])])
     assert sections(write_report(lone, tmp_path / "lone.html")) == {"result", "repeat"}
     grid = made_up(("none", "batch"), 2, batch_size=[2, 16, 128], depth=[4, 8])
     page = write_report(grid, tmp_path / "grid.html")
@@ -856,7 +862,7 @@ def test_names_are_text_whatever_they_hold(tmp_path: Path) -> None:
 def test_a_run_that_diverged_and_one_that_is_unfinished_are_shown(tmp_path: Path) -> None:
     results = made_up(("none", "batch"), 2)
     broken = results.runs[0]
-    broken.records[0]["accuracy"] = math.nan
+    broken.records[0]["values"]["accuracy"] = math.nan
     broken.history[3]["loss"] = math.nan
     results.runs[-1].records.clear()
     head, *rows = Page(write_report(results, tmp_path / "page.html").read_text()).tables["headline"]

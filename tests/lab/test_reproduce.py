@@ -378,7 +378,7 @@ def test_networks_trained_together_are_those_of_the_loop(model, norm, size, tmp_
             assert a.keys() == b.keys()
             assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
             assert b["test_loss"] == pytest.approx(a["test_loss"], rel=1e-5)
-        assert joined.records[0]["loss"] == pytest.approx(alone.records[0]["loss"], rel=1e-5)
+        assert joined.records[0]["values"]["loss"] == pytest.approx(alone.records[0]["values"]["loss"], rel=1e-5)
         mine, loops = (load_checkpoint(f / "best.safetensors")[0] for f in (home, alone.folder))
         assert mine.keys() == loops.keys()
         for name, value in loops.items():  # float32 sums in another order

@@ -9,7 +9,6 @@ import torch
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.norms import parse_norm
-from normlab.lab.recipes import recipe
 from normlab.lab.reproduce.base import Context, compared
 from normlab.lab.reproduce.batch_group import adversarial, sizes
 from normlab.lab.reproduce.batch_sizes import Workers, with_ghost
@@ -19,6 +18,7 @@ from normlab.lab.reproduce.sandwich.adversarial import TABLE_3, TABLE_4
 from normlab.lab.reproduce.switchable import sizes as switchable
 from normlab.lab.reproduce.weak_augment import common, figures, paper
 from normlab.lab.results import Run
+from normlab.lab.tasks.classification import recipe
 
 OTHERS = ("weak-augment-", "sandwich-table", "batch-group-table", "switchable-table")
 ENTRIES = {name: entry for name, entry in reproduce.entries().items() if name.startswith(OTHERS)}
@@ -266,7 +266,7 @@ def test_pictures_over_sizes_have_the_standard_errors_of_the_table(tmp_path, mon
     def run_grid(ctx, grid, seeds):  # a seed more at each case, so that the first has no standard error
         def run(case, seed):
             weights = {"layer": {"instance": (0.1 * seed, 0.2), "batch/ghost=16": (0.3, 0.4)}}
-            record = {"measurement": "clean", "accuracy": 90.0 + seed**2}
+            record = {"measurement": "clean", "values": {"accuracy": 90.0 + seed**2}}
             return Run(grid.settings(case, seed), tmp_path, [{"importance": weights}], [record])
 
         runs = {c.label: [run(c, s) for s in range(k % 3 + 1)] for k, c in enumerate(grid.cases)}

@@ -47,7 +47,7 @@ def test_a_line_of_another_version_is_named(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"epoch": 1}\n{"x": 2}\n')
     with pytest.raises(LabError, match=r"log\.jsonl, line 2, has no 'epoch'; .* of another version"):
         store.read_log(tmp_path)
-    (tmp_path / "results.jsonl").write_text('{"digest": "a", "measurement": "clean"}\n{"digest": "a"}\n')
+    (tmp_path / "results.jsonl").write_text('{"digest": "a", "measurement": "clean", "values": {}}\n{"digest": "a"}\n')
     with pytest.raises(LabError, match=r"results\.jsonl, line 2, has no 'measurement'"):
         store.read_records(tmp_path)
 
@@ -214,10 +214,11 @@ def test_toml_that_is_none_is_a_sentence(tmp_path):
 
 
 OTHER = {  # for every setting a value that is not its default
-    "model": "vgg8", "norm": "group(8)", "data": "digits", "seed": 3, "recipe": "other", "epochs": 9, "batch_size": 8,
-    "accumulate": 2, "optimizer": "adam", "lr": 0.5, "momentum": 0.5, "nesterov": True, "weight_decay": 0.0,
-    "decay_all": False, "schedule": "constant", "milestones": (2, 4), "gamma": 0.5, "warmup": 1, "clip": 1.0,
-    "augment": False, "label_smoothing": 0.1, "ema": 0.9, "precision": "bf16", "best": "test", "channels_last": True,
+    "task": "own.py", "model": "vgg8", "norm": "group(8)", "data": "digits", "seed": 3, "recipe": "other", "epochs": 9,
+    "batch_size": 8, "accumulate": 2, "optimizer": "adam", "lr": 0.5, "momentum": 0.5, "nesterov": True,
+    "weight_decay": 0.0, "decay_all": False, "schedule": "constant", "milestones": (2, 4), "gamma": 0.5, "warmup": 1,
+    "clip": 1.0, "augment": False, "label_smoothing": 0.1, "ema": 0.9, "precision": "bf16", "best": "test",
+    "channels_last": True,
     "capture": False, "sync_norm": True, "train_size": 10, "test_size": 10, "size": 56, "depth": 3, "width": 7,
     "options": {"place": "after", "k": 2},
 }  # fmt: skip

@@ -20,13 +20,13 @@ from normlab.lab.evaluate import parse, predict_with
 from normlab.lab.loop import Watcher
 from normlab.lab.mixing import mixed_branches
 from normlab.lab.norms import parse_norm
-from normlab.lab.recipes import Context, arguments, recipe
-from normlab.lab.recipes.adversarial import Adversarial, parse_adversary
-from normlab.lab.recipes.makers import Part, cross_entropy, parse_maker
-from normlab.lab.recipes.streams import two_streams
 from normlab.lab.seeds import generator
 from normlab.lab.store import read_lines
 from normlab.lab.study import load_model
+from normlab.lab.tasks.classification import Context, arguments, recipe
+from normlab.lab.tasks.classification.adversarial import Adversarial, parse_adversary
+from normlab.lab.tasks.classification.makers import Part, cross_entropy, parse_maker
+from normlab.lab.tasks.classification.streams import two_streams
 
 SEPARATED = [
     "auxiliary", "sandwich_auxiliary", "auxiliary(shared_affine=True)", 'separated("batch_group(4)")',
@@ -142,6 +142,10 @@ def test_labels_that_are_mixed(data):
     assert torch.allclose(found, F.cross_entropy(logits, target, label_smoothing=0.1))
 
 
+def first(data):
+    return data.rows("train", torch.arange(32), torch.device("cpu"))
+
+
 # Attacks through the stream's own branch --------------------------------------------------------------------------
 
 
@@ -150,8 +154,8 @@ def test_attacks_move_the_statistics_of_their_own_branch_at_most(data, how, aux_
     streams = streams_of(f"streams(main=identity, aux=pgd(eps=0.1, units=pixels, steps=3, {how}))")
     model, alone = (build("small", data, "auxiliary", seed=0, width=4) for _ in range(2))
     ctx = context(data)
-    batch = streams.images(*(t[:32] for t in data.train), ctx, ctx.generator)
-    batch = batch._replace(x=batch.x / 255, more=(*batch.more[:2], batch.more[2] / 255, *batch.more[3:]))
+    batch = streams.prepare(first(data), ctx, ctx.generator)
+    batch = batch.with_(x=batch.x / 255, x2=batch.x2 / 255)
     streams.step(model.train(), batch, ctx)["loss"].backward()
     with route(alone.train(), branch="main"):
         alone(batch.x)
@@ -182,11 +186,11 @@ def test_attack_is_of_the_images_of_the_other_stream_unless_said(data):
     ctx, crop = context(data), replace(data, crop=2)
     ctx = replace(ctx, data=crop)
     same = streams_of("streams(main=standard, aux=pgd(eps=0.1, units=pixels))")
-    batch = same.images(*(t[:32] for t in data.train), ctx, torch.Generator().manual_seed(0))
-    assert torch.equal(batch.x, batch.more[2]) and not torch.equal(batch.x, data.train.x[:32])
+    batch = same.prepare(first(data), ctx, torch.Generator().manual_seed(0))
+    assert torch.equal(batch.x, batch.x2) and not torch.equal(batch.x, data.train.x[:32])
     apart = streams_of("streams(main=standard, aux=pgd(eps=0.1, units=pixels, of=identity))")
-    batch = apart.images(*(t[:32] for t in data.train), ctx, torch.Generator().manual_seed(0))
-    assert torch.equal(batch.more[2], data.train.x[:32]) and not torch.equal(batch.x, batch.more[2])
+    batch = apart.prepare(first(data), ctx, torch.Generator().manual_seed(0))
+    assert torch.equal(batch.x2, data.train.x[:32]) and not torch.equal(batch.x, batch.x2)
 
 
 # Training ----------------------------------------------------------------------------------------------------------
@@ -225,18 +229,19 @@ def test_branches_learn_their_own_images(data):
 
     model = build("small", whole, "auxiliary", seed=0)
     settings = Settings(data="digits", norm="auxiliary", epochs=4, batch_size=32)
-    fit(model, whole, settings, recipe=two_streams(main="identity", aux=inverted, forward="one"))
+    fit(model, whole, settings, task=two_streams(main="identity", aux=inverted, forward="one"))
     negative = replace(whole, test=Images(255 - whole.test.x, whole.test.y))
     own, other = measure(model, whole, ["clean(branch=main)", "clean(branch=aux)"])
     there, here = measure(model, negative, ["clean(branch=main)", "clean(branch=aux)"])
-    assert min(own["accuracy"], here["accuracy"]) > 90
-    assert own["accuracy"] > other["accuracy"] + 3 and here["accuracy"] > there["accuracy"] + 3
+    assert min(own["values"]["accuracy"], here["values"]["accuracy"]) > 90
+    own, other, there, here = (r["values"]["accuracy"] for r in (own, other, there, here))
+    assert own > other + 3 and here > there + 3
 
 
 def test_averaged_weights_have_statistics_of_both_branches(data):
     model = build("small", data, "auxiliary", seed=0, width=4)
     streams = two_streams(main="identity", aux=lambda x, y, data, draw: x // 2)
-    fit(model, data, Settings(data="digits", epochs=1, batch_size=32, ema=0.9), recipe=streams)
+    fit(model, data, Settings(data="digits", epochs=1, batch_size=32, ema=0.9), task=streams)
     first: Any = next(m for m in model.modules() if hasattr(m, "running_mean"))
     assert first.num_batches_tracked.tolist() == [5, 5]
     low, high = first.running_var[1].sum(), first.running_var[0].sum()
@@ -250,7 +255,7 @@ def test_adversarial_training_makes_robust():
     for text in ("classify", "adversarial(eps=0.15, units=pixels, steps=3, step=0.1, mode=train)"):
         model = build("small", data, "batch", seed=0)
         history = fit(model, data, Settings(data="digits", epochs=5, batch_size=32, lr=0.05, recipe=text))
-        found[text] = [r["accuracy"] for r in measure(model, data, ["clean", attack])]
+        found[text] = [r["values"]["accuracy"] for r in measure(model, data, ["clean", attack])]
         if text != "classify":
             assert history.epochs[-1]["attacked_accuracy"] > history.epochs[0]["attacked_accuracy"]
     (clean, broken), (_, robust) = found.values()
@@ -331,7 +336,7 @@ def _trained() -> nn.Module:
     data = load("digits").subset(160, 80)
     model = build("small", data, "auxiliary", seed=0)
     settings = Settings(data="digits", epochs=6, batch_size=16, lr=0.05)
-    fit(model, data, settings, recipe=two_streams(main="identity", aux=noisy))
+    fit(model, data, settings, task=two_streams(main="identity", aux=noisy))
     return model
 
 
@@ -360,7 +365,7 @@ def test_one_batched_forward_for_both_and_one_of_half_the_size(data):
 def test_curve_between_the_branches(data):
     model = trained(data)
     texts = ["clean(branch=main)", "clean(branch=aux)", "clean(mix=0.5)", "clean(mix=0.5, of=coefficients)"]
-    main, aux, half, inner = (r["accuracy"] for r in measure(model, data, texts))
+    main, aux, half, inner = (r["values"]["accuracy"] for r in measure(model, data, texts))
     for of, middle in (("probabilities", half), ("coefficients", inner)):
         (record,) = measure(model, data, [f"between(of={of}, weights=[0, 0.5, 1])"])
         assert record["curve"]["y"] == pytest.approx([main, middle, aux])
@@ -368,7 +373,7 @@ def test_curve_between_the_branches(data):
     some = "names=[gaussian_noise, contrast], severities=[1, 5]"
     separate = measure(model, data, [f"corruptions({some}, {b})" for b in ("branch=main", "mix=0.5", "branch=aux")])
     (curve,) = measure(model, data, [f"between-corruptions({some}, weights=[0, 0.5, 1])"])
-    assert curve["curve"]["y"] == pytest.approx([100 - r["accuracy"] for r in separate])
+    assert curve["curve"]["y"] == pytest.approx([100 - r["values"]["accuracy"] for r in separate])
     assert "25 " not in curve["title"] and parse("between-corruptions").arguments(data)["names"][0] == "gaussian_noise"
 
 
@@ -377,7 +382,7 @@ def test_branches_of_other_names_are_mixed_by_their_own(data):
     a, b, half, between = measure(
         model, data, ["clean(branch=a)", "clean(branch=b)", "clean(mix=0.5)", "between(weights=[0, 0.5, 1])"]
     )
-    assert between["at"] == {n: [r["accuracy"]] for n, r in (("a", a), ("half", half), ("b", b))}
+    assert between["at"] == {n: [r["values"]["accuracy"]] for n, r in (("a", a), ("half", half), ("b", b))}
     assert between["title"] == "probabilities between a and b" and half["title"] == "clean a and b mixed by 0.5"
     assert between["curve"]["x_label"] == "weight of b"
     three = build("small", data, 'auxiliary(branches=("a", "b", "c"))', seed=0, width=4)
@@ -390,15 +395,15 @@ def test_between_the_branches_and_over_frequencies_more_guesses_count(data):
     clean, between, once, thrice = measure(
         model, data, ["clean(top=3)", "between(top=3, weights=[0])", "fourier", "fourier(top=3)"]
     )
-    assert between["curve"]["y"] == [clean["accuracy"]]
-    assert thrice["accuracy"] > once["accuracy"]
+    assert between["curve"]["y"] == [clean["values"]["accuracy"]]
+    assert thrice["values"]["accuracy"] > once["values"]["accuracy"]
 
 
 def test_affinity_of_an_augmentation(data):
     """Digits lose their class under strong noise and keep it under none."""
     model = trained(data)
     none, strong = measure(model, data, ["affinity(augmentation=identity)", "affinity(augmentation=gaussian(std=0.8))"])
-    assert none["scalars"]["affinity"] == 0 and strong["scalars"]["affinity"] < -5
+    assert none["values"]["affinity"] == 0 and strong["values"]["affinity"] < -5
     assert strong["title"] == "augmented by gaussian(std=0.8)"
     for text, said in (("mixup", "two classes"), ("cutuot", "no augmentation 'cutuot'")):
         with pytest.raises(LabError, match=said):
@@ -474,7 +479,7 @@ def test_bad_recipes_are_refused_in_a_sentence(data, text, norm, said):
 def test_bad_makers_are_refused_in_a_sentence(data, maker, said):
     with pytest.raises(LabError) as error:
         fit(build("small", data, "auxiliary", seed=0, width=4), data, Settings(data="digits"),
-            recipe=two_streams(main="identity", aux=maker))  # fmt: skip
+            task=two_streams(main="identity", aux=maker))  # fmt: skip
     assert said in str(error.value)
 
 
@@ -488,7 +493,7 @@ def own_net(branches=("main", "aux"), outputs: int = 10) -> nn.Module:
 def test_an_attack_may_be_an_object_and_its_standardised_units_those_of_the_data(data):
     def trained(aux: Any) -> Any:
         model = own_net()
-        line = fit(model, data, Settings(epochs=1), recipe=two_streams(main="identity", aux=aux)).epochs[0]
+        line = fit(model, data, Settings(epochs=1), task=two_streams(main="identity", aux=aux)).epochs[0]
         return {k: v for k, v in line.items() if k != "seconds"}
 
     assert len(set(data.std)) == 1
@@ -498,7 +503,7 @@ def test_an_attack_may_be_an_object_and_its_standardised_units_those_of_the_data
     inside = trained(pgd(eps=grey, units="pixels", steps=2))
     assert {k: pytest.approx(v, rel=1e-4) for k, v in inside.items()} == told
     alone = Adversarial(pgd(eps=0.5, units="standardised", steps=2))
-    assert fit(build("linear", data, "none", seed=0), data, Settings(epochs=1), recipe=alone).epochs
+    assert fit(build("linear", data, "none", seed=0), data, Settings(epochs=1), task=alone).epochs
 
 
 def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
@@ -512,7 +517,7 @@ def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
 
     assert loss(x) == pytest.approx(loss(x / 255), rel=1e-5)
     whole = replace(data, train=Images(data.train.x / 255, data.train.y))  # such data are trained on too
-    assert fit(own_net(), whole, Settings(epochs=1), recipe=streams).epochs[0]["loss"] < 4
+    assert fit(own_net(), whole, Settings(epochs=1), task=streams).epochs[0]["loss"] < 4
     for call, said in (
         (lambda: loss(x / 255 - 0.5), "the stream main is given pixels from -0.5 to 0.5"),
         (lambda: loss(x, source=(x, y)), "loss() takes normlab.lab.Data; got tuple"),
@@ -536,13 +541,14 @@ def test_a_loss_of_ones_own_loop_takes_bytes_and_pixels_alike(data):
 
 def test_two_of_three_branches_are_named(data):
     model = own_net(("a", "b", "c"))
-    fit(model, data, Settings(epochs=1), recipe=two_streams(a="identity", c="cutout"))
+    fit(model, data, Settings(epochs=1), task=two_streams(a="identity", c="cutout"))
     with pytest.raises(LabError, match=r"this model has a, b and c; name two of them, branches=\[a, b\]"):
         measure(model, data, ["clean(mix=0.5)"])
     texts = ["clean(branch=a)", "clean(branch=c)", "clean(mix=1, branches=[a, c])",
              "between(weights=[0, 1], branches=[a, c])", "fourier(n=4, mix=0.5, branches=[a, c])"]  # fmt: skip
     a, c, mixed, between, fourier = measure(model, data, texts)
-    assert mixed["accuracy"] == c["accuracy"] and between["curve"]["y"] == [a["accuracy"], c["accuracy"]]
+    assert mixed["values"]["accuracy"] == c["values"]["accuracy"]
+    assert between["curve"]["y"] == [r["values"]["accuracy"] for r in (a, c)]
     assert between["title"] == "probabilities between a and c" and set(between["at"]) == {"a", "c"}
     assert mixed["branches"] == ["a", "c"] and fourier["title"].endswith("a and c mixed by 0.5 n=4")
     for text, said in (
@@ -556,13 +562,13 @@ def test_two_of_three_branches_are_named(data):
 
 def test_weights_of_ones_own_network_are_found_again(data, tmp_path):
     streams = two_streams(main="identity", aux="cutout")
-    fit(own_net(), data, Settings(epochs=1, data="digits"), recipe=streams, folder=tmp_path)
+    fit(own_net(), data, Settings(epochs=1, data="digits"), task=streams, folder=tmp_path)
     with pytest.raises(LabError, match=r"where fit\(\) trained one of your own, load them into it"):
         load_model(tmp_path)
     with pytest.raises(LabError, match=r"other settings \(epochs was 1 and is 2 now\); choose another folder"):
-        fit(own_net(), data, Settings(epochs=2, data="digits"), recipe=streams, folder=tmp_path)
+        fit(own_net(), data, Settings(epochs=2, data="digits"), task=streams, folder=tmp_path)
     with pytest.raises(LabError, match=r"Settings\(recipe='streams\(main=flip, aux=cutout\)'\)"):
-        fit(own_net(), data, Settings(), recipe=cast(Any, "streams(main=flip, aux=cutout)"))
+        fit(own_net(), data, Settings(), task=cast(Any, "streams(main=flip, aux=cutout)"))
 
 
 @pytest.mark.parametrize(
@@ -602,7 +608,7 @@ def test_a_folder_keeps_to_the_recipe_that_it_began_with(data, tmp_path):
     def go(noise: Any) -> Any:
         model = build("small", data, "auxiliary", seed=0, width=4)
         settings = Settings(data="digits", norm="auxiliary", epochs=1)
-        return fit(model, data, settings, recipe=two_streams(main="identity", aux=noise), folder=tmp_path).epochs
+        return fit(model, data, settings, task=two_streams(main="identity", aux=noise), folder=tmp_path).epochs
 
     first = go("gaussian(std=0.1)")
     assert go("gaussian(std=0.1)") == first

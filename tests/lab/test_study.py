@@ -36,7 +36,7 @@ def lines(folder):
 
 
 def accuracies(folder):
-    return {(r["run"], r["measurement"]): r["accuracy"] for r in lines(folder)}
+    return {(r["run"], r["measurement"]): r["values"]["accuracy"] for r in lines(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_every_cell_is_trained_and_measured_once(finished):
     for run in finished.runs:
         assert run.folder.name == run.name and [h["epoch"] for h in run.history] == [1, 2]
         assert Settings.read(run.folder / "settings.toml") == run.settings
-        assert run.records[0]["accuracy"] == pytest.approx(run.history[-1]["accuracy"])
+        assert run.records[0]["values"]["accuracy"] == pytest.approx(run.history[-1]["accuracy"])
         assert {"torch", "normlab", "python"} <= run.records[0]["versions"].keys()
         assert Settings.from_values(run.records[0]["settings"]) == run.settings
 
@@ -71,7 +71,7 @@ def test_every_cell_is_trained_and_measured_once(finished):
 def test_tables_have_n_mean_and_standard_error(finished):
     rows = finished.table("clean")
     assert [(r.label, r.n) for r in rows] == [("none", 2), ("batch", 2)]
-    values = [r.records[0]["accuracy"] for r in finished.runs if r.settings.norm == "batch"]
+    values = [r.records[0]["values"]["accuracy"] for r in finished.runs if r.settings.norm == "batch"]
     assert rows[1].values == tuple(values) and rows[1].mean == statistics.fmean(values)
     assert rows[1].error == pytest.approx(statistics.stdev(values) / math.sqrt(2))
     assert finished.table("noi") == finished.table("noise")
@@ -368,7 +368,7 @@ def test_models_come_back_from_checkpoints(finished, tmp_path):
     for path in (run.folder, run.folder / "best.safetensors", run.folder / "last.safetensors"):
         model, settings = lab.load_model(path)
         assert settings == run.settings and not model.training
-        assert lab.accuracy(model, data.test.x, data.test.y) == pytest.approx(run.records[0]["accuracy"])
+        assert lab.accuracy(model, data.test.x, data.test.y) == pytest.approx(run.records[0]["values"]["accuracy"])
     with pytest.raises(LabError, match="no checkpoint"):
         lab.load_model(tmp_path)
     foreign = lab.save_checkpoint(tmp_path / "a.safetensors", {"w": torch.ones(1)}, {})

@@ -268,7 +268,7 @@ def test_runs_on_several_cores_are_those_of_one_process_with_as_many_threads(tmp
         torch.set_num_threads(threads)
     for one, own in zip(both.runs, alone, strict=True):
         assert one.history[0]["loss"] == own.history[0]["loss"]
-        assert one.records[0]["accuracy"] == own.records[0]["accuracy"]
+        assert one.records[0]["values"]["accuracy"] == own.records[0]["values"]["accuracy"]
 
 
 def test_what_stops_a_worker_is_said(tmp_path):

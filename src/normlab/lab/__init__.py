@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from .models import Classifier, build
     from .norms import NormSpec, parse_norm
     from .ranks import Ranks, joined
-    from .recipes import Recipe
     from .report import write_report
     from .run_state import History
     from .settings import Settings
     from .store import load_checkpoint, save_checkpoint
     from .study import Results, Run, Study, compare, load_model, read_results, run_study, train
+    from .tasks import Batch, Context, Metric, Phase, Picture, Source, Task
+    from .tasks.classification import Recipe
     from .watcher import Watcher
 
 _HOME = {
@@ -40,14 +41,16 @@ _HOME = {
     "models": ("Classifier", "build"),
     "norms": ("NormSpec", "parse_norm"),
     "ranks": ("Ranks", "joined"),
-    "recipes": ("Recipe",),
+    "tasks.classification": ("Recipe",),
     "report": ("write_report",),
     "settings": ("Settings",),
     "store": ("load_checkpoint", "save_checkpoint"),
+    "tasks": ("Batch", "Context", "Metric", "Phase", "Picture", "Source", "Task"),
     "study": ("Results", "Run", "Study", "compare", "load_model", "read_results", "run_study", "train"),
 }
 _MODULES = (
-    "analysis", "attacks", "augmentations", "corruptions", "fourier", "mixing", "reproduce", "torchrun", *_HOME,
+    "analysis", "attacks", "augmentations", "corruptions", "fourier", "mixing", "reproduce", "torchrun",
+    *(name for name in _HOME if "." not in name),
 )  # fmt: skip
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -58,6 +61,7 @@ __all__ = [  # noqa: RUF022 - in the order of use
     "build", "Classifier", "parse_norm", "NormSpec",
     "fit", "History", "Watcher", "Recipe", "joined", "Ranks",
     "measure", "accuracy", "Measurement", "MEASUREMENTS",
+    "Task", "Source", "Batch", "Context", "Phase", "Metric", "Picture",
     "write_report", "save_checkpoint", "load_checkpoint",
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect as inspect_
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .errors import Interrupted, LabError
 from .grid import DEFAULT
@@ -87,6 +89,10 @@ Photographs = Annotated[
 ]
 Network = Annotated[str, typer.Argument(help="Network by name, torchvision:NAME, timm:NAME, or a checkpoint.")]
 
+TaskName = Annotated[
+    str | None, typer.Option("--task", help="The file of a task of your own that it was trained on.", metavar="PATH")
+]
+
 app = typer.Typer(
     help="Compare normalization layers: train, measure, report.",
     no_args_is_help=True,
@@ -134,6 +140,51 @@ def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: b
     return run
 
 
+class _OfTask(TyperCommand):
+    """A command whose help tells of a task, its defaults and its measurements: ``--task NAME --help``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = [b for a, b in zip(args, [*args[1:], ""], strict=True) if a == "--task"]
+        named += [a.removeprefix("--task=") for a in args if a.startswith("--task=")]
+        if not named or not {"-h", "--help"} & set(args):
+            return super().parse_args(ctx, args)
+        before = self.params, self.help
+        try:
+            self.params, self.help = _of_task(self.params, named[-1])
+            return super().parse_args(ctx, args)
+        finally:
+            self.params, self.help = before
+
+
+def _of_task(params: Sequence[Any], name: str) -> tuple[list[Any], str]:
+    """Options with the defaults of a task, and what it says about itself."""
+    from .grid import default_study
+    from .results import plain
+    from .tasks import task
+    from .tasks.measuring import entries_of
+
+    chosen, study = task(name), default_study(name)
+    shown = study.base.values() | {"task": name, "measure": ", ".join(study.measurements)}
+    shown |= {f"{axis}s": ", ".join(map(plain, values)) for axis, values in study.axes.items()}
+    found = []
+    for param in map(copy, params):
+        if param.name in shown and getattr(param, "show_default", None) not in (None, False):
+            param.show_default = str(plain(shown[param.name]))
+        found.append(param)
+    metrics = [f"{m.of(k)}{m.unit and f' ({m.unit})'}, {'higher' if m.higher else 'lower'} is better"
+               for k, m in chosen.metrics.items()]  # fmt: skip
+    known = {} if name == "classification" else entries_of(chosen)
+    return found, "\n\n".join([
+        f"{name}: {chosen.about or 'a task of your own'}.", f"It needs {chosen.needs}.{_time_of(chosen)}",
+        f"Metrics: {'; '.join(metrics)}.",
+        *(f"Measurement {k}: {m.about}." for k, m in known.items()),
+    ])  # fmt: skip
+
+
+def _time_of(task: Any) -> str:
+    return f" Its default comparison takes about {task.minutes:g} minutes on two cores." if task.minutes else ""
+
+
 def seeds_of(text: str) -> list[int]:
     """``3`` is three seeds, ``0,2,5`` are those; ``2,`` is the one."""
     try:
@@ -167,10 +218,14 @@ def _parsed(settings: dict[str, str], *, axes: bool) -> dict[str, Any]:
 def _study(norms: str | None, seeds: str | None, measure: str | None, config: Path | None, out: Path | None,
            settings: dict[str, str]) -> Study:  # fmt: skip
     """The study of the file, or else the default comparison, changed by the options."""
-    from .grid import names_of
-    from .study import DEFAULT, Study, default_folder
+    from .grid import default_study, names_of
+    from .study import Study, default_folder
 
-    study = DEFAULT if config is None else Study.read(config)
+    name = settings.get("task", "classification").strip()
+    if len(split(name)) > 1:
+        raise LabError(f"--task is one task, for tasks have metrics of their own; got {name!r}. "
+                       "Give each a comparison of its own.")  # fmt: skip
+    study = default_study(name) if config is None else Study.read(config, of_task=True)
     given = _parsed(settings, axes=True)
     axes: dict[str, Any] = dict(study.axes)
     for name, value in given.items():
@@ -206,11 +261,11 @@ def compare(
     again resumes, and computes nothing twice.
     """
     from .display import watcher
-    from .evaluate import parse
+    from .grid import measurements_of
     from .study import Results, run_study
 
     study = _study(norms, seeds, measure, config, out, settings)
-    names = [parse(m).name for m in study.measurements]
+    names = [m.name for m in measurements_of(study.measurements, study.base)]
     with watcher(_console(), study.grid(), names, Results(study, []).label) as watch:
         results = run_study(
             study, progress=watch, device=device, root=root, download=download, tensorboard=tensorboard,
@@ -220,7 +275,7 @@ def compare(
     typer.echo(f"\nresults  {study.folder}\npage     {results.report()}")
 
 
-app.command("compare")(_with_settings(compare, skip=("norm", "seed"), axes=True))
+app.command("compare", cls=_OfTask)(_with_settings(compare, skip=("norm", "seed"), axes=True))
 
 
 def train(
@@ -231,27 +286,30 @@ def train(
     """Train one network; weights, log and settings go to a folder."""
     from . import study
     from .display import watcher
-    from .evaluate import parse
+    from .grid import measurements_of
     from .settings import Settings
+    from .tasks import task_of
 
-    chosen = Settings() if config is None else Settings.read(config)
+    chosen = (
+        Settings.of(settings.get("task", "classification")) if config is None else Settings.read(config, of_task=True)
+    )
     chosen = chosen.with_(**_parsed(settings, axes=False))
     texts = split(measure or "")
-    names = [parse(m).name for m in texts]
+    names = [m.name for m in measurements_of(texts, chosen)]
     with watcher(_console(), [chosen], names, lambda s: s.norm) as watch:
         run = study.train(
             chosen, out, measure=texts, progress=watch, device=device, root=root, download=download,
             tensorboard=tensorboard,
         )  # fmt: skip
     last = run.history[-1]
-    shown = ("loss", "train_accuracy", "accuracy", "test_loss")
+    shown = dict.fromkeys(("loss", "train_accuracy", *task_of(chosen).metrics))
     said = [f"{k.replace('_', ' ')} {last[k]:.4g}" for k in shown if isinstance(last.get(k), (int, float))]
     typer.echo(f"epoch {last['epoch']}: {', '.join(said)}")
     _print_records([r for r in run.records if r["measurement"] in names])
     typer.echo(f"weights  {out / 'best.safetensors'}")
 
 
-app.command("train")(_with_settings(train, skip=(), axes=False))
+app.command("train", cls=_OfTask)(_with_settings(train, skip=(), axes=False))
 
 
 @app.command()
@@ -265,6 +323,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="File to append the results to, as JSON lines.", parser=_path, metavar="PATH")
     ] = None,
+    task: TaskName = None,
     seed: Annotated[int, typer.Option(help="Of noise and random starts.", min=0)] = 0,
     test_size: Annotated[
         int | None, typer.Option(help="Test images used, 0 for all; the default is as many as the run used.", min=0)
@@ -275,10 +334,17 @@ def evaluate(
     """Measure trained weights: of a run, of a network by name, or of a module of your own."""
     from . import evaluate as measuring
     from .store import append_line
-    from .study import DEFAULT, pick_device, versions
+    from .study import DEFAULT, pick_device, task_in, versions
     from .subjects import subject
 
     place = pick_device(device)
+    if checkpoint is not None and (task or task_in(checkpoint)) != "classification":
+        given = {"--data": data, "--model": model, "--norm": norm, "--module": module, "--weights": weights}
+        if extra := next((name for name, value in given.items() if value is not None), None):
+            raise LabError(f"{extra} is for classifiers, and {checkpoint} is a run of {task or task_in(checkpoint)}.")
+        texts = None if measure is None else split(measure)
+        _evaluate_task(checkpoint, task, texts, out, seed, test_size, place, root, download)
+        return
     asked = [measuring.parse(m) for m in (DEFAULT.measurements if measure is None else split(measure))]
     net, images = subject(
         checkpoint, data=data, model=model, norm=norm, module=module, weights=weights, mean=mean, std=std,
@@ -295,6 +361,88 @@ def evaluate(
     _print_records(records)
     if said := measuring.not_finite(str(checkpoint or module or model), records):
         _console().print(said, markup=False, highlight=False)
+
+
+def _evaluate_task(checkpoint: Path, task: str | None, texts: Sequence[str] | None, out: Path | None, seed: int,
+                   test_size: int | None, device: Any, root: Path | None, download: bool) -> None:  # fmt: skip
+    """Measure a run of another task than classification."""
+    from .grid import measurements_of
+    from .seeds import generator
+    from .store import append_line
+    from .study import load_data, load_model, versions
+    from .tasks import Context, task_of
+
+    model, settings = load_model(checkpoint, device=device, task=task)
+    settings = settings.with_(seed=seed, test_size=settings.test_size if test_size is None else test_size)
+    chosen = task_of(settings)
+    data = load_data(settings, root=root, download=download).to(device)
+    ctx = Context(settings, data, device, generator(seed, "measure", device=device))
+    records = []
+    for one in measurements_of(chosen.measured if texts is None else texts, settings):
+        records.append(chosen.measure(one, model, ctx, lambda *_: None))
+        if out is not None:
+            append_line(out, records[-1] | {"data": data.name, "versions": versions()})
+    _print_records(records)
+
+
+@app.command("apply", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def apply_(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.", parser=_path, metavar="RUN")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="What to write.", parser=_path, metavar="PATH")],
+    task: TaskName = None, device: Device = None,
+) -> None:  # fmt: skip
+    """Do with files what a network was trained for: normlab apply RUN FILE... -o OUT.
+
+    A task may take options of its own, such as --style FILE; `normlab tasks` names them.
+    """
+    from types import SimpleNamespace
+
+    from .seeds import generator
+    from .study import load_trained, pick_device
+    from .tasks import Context, task_of
+
+    files, options = _apart(context.args)
+    place = pick_device(device)
+    model, settings, about = load_trained(run, device=place, task=task)
+    chosen = task_of(settings)
+    for name in options:
+        if name not in chosen.applies:
+            takes = f"it takes {', '.join(f'--{n}' for n in chosen.applies)}" if chosen.applies else "it takes none"
+            raise LabError(f"--{name} is no option of the task {chosen.name}; {takes}.")
+    ctx = Context(settings, SimpleNamespace(**about), place, generator(settings.seed, "apply", device=place))
+    for path in chosen.apply(model, files, out, ctx, options):
+        typer.echo(path)
+
+
+def _apart(arguments: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
+    """Files, and the options that a task takes: ``--style FILE`` or ``--style=FILE``."""
+    files: list[Path] = []
+    options: dict[str, str] = {}
+    left = iter(arguments)
+    for text in left:
+        if not text.startswith("--"):
+            files.append(_path(text))
+            continue
+        name, equals, value = text[2:].partition("=")
+        found = value if equals else next(left, None)
+        if found is None:
+            raise LabError(f"{text} needs a value.")
+        options[name.replace("-", "_")] = found
+    return files, options
+
+
+@app.command()
+def tasks() -> None:
+    """What can be trained: each task, what it needs, and how long its default comparison takes."""
+    from .tasks import TASKS, task
+
+    for name in TASKS:
+        one = task(name)
+        typer.echo(f"{name}: {one.about}.\n    It needs {one.needs}.{_time_of(one)}")
+        for option, about in one.applies.items():
+            typer.echo(f"    normlab apply --{option}: {about}")
+    typer.echo("path/to/file.py, package.module:object: a task of your own, with normlab.lab.Task as its base.")
 
 
 @app.command()
@@ -385,6 +533,7 @@ def bench(
 @app.command()
 def inspect(
     model: Network,
+    task: TaskName = None,
     norm: Annotated[str, typer.Option(help="Normalization of a network by name.")] = "batch",
     data: Annotated[str | None, typer.Option(help="Data set that decides its input; 32 x 32 colour otherwise.")] = None,
     root: Root = None,
@@ -397,7 +546,7 @@ def inspect(
 
     path = Path(model)
     if path.suffix == ".safetensors" or path.exists():
-        net, settings = load_model(path)
+        net, settings = load_model(path, task=task)
         typer.echo(f"{settings.model} with {settings.norm}, trained on {settings.data}\n")
     else:
         settings = Settings(model=model, norm=norm)
@@ -412,20 +561,19 @@ def inspect(
 def _print_records(records: Sequence[dict[str, Any]]) -> None:
     from .analysis import table
     from .measurements import mean_of
+    from .tasks.measuring import headline, metrics_of
 
+    heads = [headline(r) for r in records]
     rows = [
-        (
-            r.get("title", r["measurement"]) + mean_of(r),
-            "" if r.get("accuracy") is None else f"{r['accuracy']:.2f}",
-            str(r["n"]),
-            f"{r['seconds']:.1f}",
-        )
-        for r in records
-    ]
+        (r.get("title", r["measurement"]) + mean_of(r), f"{found[0]:.2f}" if found else "", str(r["n"]),
+         f"{r['seconds']:.1f}")
+        for r, found in zip(records, heads, strict=True)
+    ]  # fmt: skip
     if rows:
-        typer.echo(table(("measurement", "accuracy %", "images", "seconds"), rows))
+        units = {f"{m.title} {m.unit}".strip() for _, m in filter(None, heads)}
+        typer.echo(table(("measurement", units.pop() if len(units) == 1 else "value", "samples", "seconds"), rows))
     for r in records:
-        said = [f"{name} {number:.2f}" for name, number in (r.get("scalars") or {}).items()]
+        said = [f"{m.of(k)} {v:.2f}{m.unit and f' {m.unit}'}" for k, (v, m) in list(metrics_of(r).items())[1:]]
         if said:
             typer.echo(f"{r.get('title', r['measurement'])}: {', '.join(said)}")
 

@@ -6,8 +6,10 @@ import os
 import pickle
 import zipfile
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +17,23 @@ from torch.nn import functional as F
 
 from ..engine.messages import nearest
 from .errors import LabError
-from .readers import SOURCES, Images, Parts, Source, read_folder
+from .readers import SOURCES, Format, Images, Parts, find_folder, read_folder
+from .stored import Stored
+from .tasks import Batch, Source
 
 __all__ = ["NAMES", "Data", "Images", "augment", "check_batch", "check_data", "load", "pixels", "resize"]
 
 NAMES: dict[str, str] = {name: source.about for name, source in SOURCES.items()} | {
-    "folder:PATH": "your own images: train/ and test/ with a folder for each class, or such folders alone"
+    "folder:PATH": "your own images: train/ and test/ with a folder for each class, or such folders alone",
+    "stream:PATH": "the same, decoded while training, in colour: may be larger than memory, and needs a size",
 }
 
 
+_SEEN = 2000  # images of a streamed folder that its mean and deviation are of
+
+
 @dataclass(frozen=True)
-class Data:
+class Data(Source):
     """Images to train on and images to test on.
 
     ``mean`` and ``std`` are those of the training pixels in [0, 1], for each channel. ``flip`` says whether a mirrored
@@ -73,6 +81,36 @@ class Data:
         """Height and width."""
         return self.test.x.shape[2], self.test.x.shape[3]
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a network must know of its data."""
+        return {name: getattr(self, name) for name in ("name", "channels", "size", "classes", "mean", "std")}
+
+    def number(self, part: str) -> int:
+        return len(self._part(part).y)
+
+    def rows(self, part: str, index: Tensor, device: torch.device) -> Batch:
+        images = self._part(part)
+        index = index.to(images.y.device)
+        return Batch(x=images.x[index], y=images.y[index]).to(device)
+
+    def size_of_row(self, part: str) -> int:
+        return self.test.x.shape[1:].numel()
+
+    def stream(self, part: str, blocks: Iterable[Tensor], device: torch.device) -> Iterator[Batch]:
+        images = self._part(part)
+        if not isinstance(images.x, Stored):
+            yield from super().stream(part, blocks, device)
+            return
+        indices = [index.cpu() for index in blocks]
+        for x, index in zip(images.x.to(device).stream(indices), indices, strict=True):
+            yield Batch(x=x, y=images.y[index.to(images.y.device)].to(device))
+
+    def _part(self, part: str) -> Images:
+        if part not in ("train", "test"):
+            raise LabError(f"{self.name} has no part {part!r}; expected train or test")
+        return self.train if part == "train" else self.test
+
     def to(self, device: torch.device | str) -> Data:
         train, test = (Images(part.x.to(device), part.y.to(device)) for part in (self.train, self.test))
         return replace(self, train=train, test=test)
@@ -90,7 +128,7 @@ def _check_images(what: str, x: Tensor, y: Tensor) -> None:
 
 
 def _check_kinds(what: str, x: Tensor, y: Tensor) -> None:
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+    if not isinstance(x, (Tensor, Stored)) or not isinstance(y, Tensor):
         got = f"{type(x).__name__} and {type(y).__name__}"
         raise LabError(f"{what} and their labels are tensors; got {got}; torch.as_tensor(...) makes them of arrays")
     if x.dim() != 4 or y.dim() != 1:
@@ -134,7 +172,8 @@ def _first(images: Images, number: int | None, what: str) -> Images:
     rank = torch.empty_like(y)  # of each image within its class
     rank[order] = torch.arange(total, device=y.device) - starts[y[order]]
     chosen = rank < quota[y]
-    return Images(images.x[chosen], images.y[chosen])
+    x = images.x.only(chosen) if isinstance(images.x, Stored) else images.x[chosen]
+    return Images(x, images.y[chosen])
 
 
 def pixels(x: Tensor) -> Tensor:
@@ -176,7 +215,7 @@ def _nearest(old: int, new: int) -> list[int]:
     return found
 
 
-def _mean_std(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _mean_std(x: Tensor | Stored) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of pixels in [0, 1] by channel, from exact sums. A constant channel has deviation one."""
     total = torch.zeros(2, x.shape[1], dtype=torch.float64)
     for part in x.split(1024):
@@ -200,6 +239,8 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False, s
     """
     if size is not None and size < 1:
         raise LabError(f"size is a number of pixels, at least 1; got {size}")
+    if name.startswith("stream:"):
+        return _streamed(Path(name.removeprefix("stream:")), size)
     if name.startswith("folder:"):
         return _folder(Path(name.removeprefix("folder:")), size)
     source = SOURCES.get(name)
@@ -212,7 +253,7 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False, s
     return data if size is None or data.size == (size, size) else _resized(data, size)
 
 
-def _read(name: str, source: Source, root: Path, download: bool) -> Parts:
+def _read(name: str, source: Format, root: Path, download: bool) -> Parts:
     # Errors of torchvision, PIL, numpy, gzip and pickle for damaged files, and of urllib without a network.
     trouble = (
         OSError, EOFError, RuntimeError, ValueError, KeyError, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError
@@ -231,7 +272,7 @@ def _read(name: str, source: Source, root: Path, download: bool) -> Parts:
     return parts
 
 
-def _ways(source: Source) -> str:
+def _ways(source: Format) -> str:
     return (
         f"download it (download=True, --download), put {source.files} there, or set NORMLAB_DATA (or root=) "
         "to the folder that has it"
@@ -245,6 +286,15 @@ def _folder(path: Path, size: int | None) -> Data:
         raise LabError(f"an image under {path} cannot be read: {error}") from error
     # It is not known whether a mirrored image keeps its class. If so: replace(data, flip=True).
     return Data(f"folder:{path}", train, test, classes, *_mean_std(train.x), crop=min(train.x.shape[2:]) // 8)
+
+
+def _streamed(path: Path, size: int | None) -> Data:
+    """A folder whose images are decoded when they are used. Mean and deviation are of at most 2,000 of them."""
+    if size is None:
+        raise LabError(f"stream:{path} needs a size: height and width that its images are brought to, --size 224")
+    train, test, classes = find_folder(path, size)
+    few = torch.linspace(0, len(train.x) - 1, min(_SEEN, len(train.x))).long()
+    return Data(f"stream:{path}", train, test, classes, *_mean_std(train.x.only(few)), crop=size // 8)
 
 
 def _resized(data: Data, size: int) -> Data:

@@ -19,6 +19,8 @@ from .measurements import mean_of
 from .report import terminal
 from .results import Results, Run
 from .settings import Settings
+from .tasks import task_of
+from .tasks.measuring import metrics_of
 from .watcher import Watcher
 
 __all__ = ["Clock", "Lines", "Screen", "watcher"]
@@ -28,6 +30,16 @@ def watcher(console: Console, grid: Sequence[Settings], measurements: Sequence[s
     """A screen on a terminal, lines elsewhere."""
     kind = Screen if console.is_terminal else Lines
     return kind(console, grid, measurements, label)
+
+
+def told(record: dict[str, Any]) -> str:
+    """The values of a record in a line: ``93.12 %``, ``uCE over 15 31.20``."""
+    found = []
+    for k, (name, (value, metric)) in enumerate(metrics_of(record).items()):
+        number = f"{value:.2f}" if metric.unit == "%" or abs(value) >= 1 else f"{value:.4g}"
+        who = "" if k == 0 and metric.unit == "%" else f"{metric.of(name)} "
+        found.append(f"{who}{number}{metric.unit and f' {metric.unit}'}{mean_of(record) if k == 0 else ''}")
+    return ", ".join(found)
 
 
 class Clock:
@@ -110,24 +122,28 @@ class Lines(Watcher):
 
     def trained(self, settings: Settings) -> None:
         said = "".join(
-            f", {k} {self.line[k]:.4g}{unit}"
-            for k, unit in (("loss", ""), ("accuracy", " %"))
+            f", {k.replace('_', ' ')} {self.line[k]:.4g}{unit and f' {unit}'}"
+            for k, unit in (("loss", ""), self._best())
             if self.line.get(k) is not None
         )
         self._say(f"{self._who(settings)}: {settings.epochs} epoch{'s' * (settings.epochs != 1)}{said}")
 
     def tell(self, settings: Settings, record: dict[str, Any]) -> None:
-        value = record.get("accuracy")
-        said = "" if value is None else f" {value:.2f} %{mean_of(record)}"
-        said += "".join(f", {name} {number:.2f}" for name, number in (record.get("scalars") or {}).items())
-        self._say(f"{self._who(settings)}: {record['measurement']}{said}")
+        self._say(f"{self._who(settings)}: {record['measurement']} {told(record)}".rstrip())
 
     def note(self, sentence: str) -> None:
         self._say(sentence)
 
     def _note(self, settings: Settings, record: dict[str, Any]) -> None:
         # Pictures are large, and for the page.
-        self.records.setdefault(settings, []).append({k: v for k, v in record.items() if k != "samples"})
+        self.records.setdefault(settings, []).append(
+            {k: v for k, v in record.items() if k not in ("samples", "pictures")}
+        )
+
+    def _best(self) -> tuple[str, str]:
+        """The value of a log that chooses the best epoch, and its unit."""
+        name, metric = task_of(self.current or Settings()).best
+        return name, metric.unit
 
     def _finished(self, settings: Settings) -> bool:
         return self.counts.get(settings.name, 0) >= len(self.measurements) > 0
@@ -161,6 +177,7 @@ class Screen(Lines):
             "study", total=round(self.clock.work), left="", unit="epochs and measurements" if measurements else "epochs"
         )
         self.bar_of: dict[str, TaskID] = {}
+        self.samples = task_of(grid[0]).samples if grid else "samples"
         self.began: dict[str, tuple[int, int, float]] = {}  # by run: an epoch, a step of it, and when that was
         self.shown: RenderableType = ""  # the table, of so many records
         self.shown_of = -1
@@ -198,11 +215,13 @@ class Screen(Lines):
             self.began[self.current.name] = (epoch, step, now)
         elif now > then:
             rate = (step - first) * self.current.batch_size / (now - then)
-            self.bars.update(self.now, left=f"{rate:,.0f} images/s")
+            self.bars.update(self.now, left=f"{rate:,.0f} {self.samples}/s")
 
     def epoch(self, line: dict[str, Any]) -> None:
         super().epoch(line)
-        said = f"  {line['accuracy']:.1f} %" if line.get("accuracy") is not None else ""
+        name, unit = self._best()
+        value = line.get(name)
+        said = "" if value is None else f"  {value:.1f} %" if unit == "%" else f"  {name} {value:.4g} {unit}".rstrip()
         self.bars.update(self.now, completed=line["epoch"], left=f"loss {line.get('loss') or float('nan'):.3f}{said}")
         self._tick()
 

@@ -26,7 +26,17 @@ from ..layers.conditions import current
 from .attacks import KINDS, Ball
 from .data import check_data
 from .errors import LabError, NotFinite, warn
-from .measurements import MEASUREMENTS, Arguments, Budget, Subject, attack_of, budget, open_corruptions, title_of
+from .measurements import (
+    MEASUREMENTS,
+    Arguments,
+    Budget,
+    Subject,
+    attack_of,
+    budget,
+    found_values,
+    open_corruptions,
+    title_of,
+)
 from .mixing import pair_of
 from .predict import (
     BETWEEN,
@@ -116,7 +126,7 @@ class Measurement:
         batch_size: int | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """The record: measurement, title, kind, n, accuracy, arguments, seconds, and a curve, a grid or samples.
+        """The record: measurement, title, kind, n, arguments, values by metric, seconds, and curve, grid or samples.
 
         If the model gave no finite output for some images, ``not_finite`` has their number, and the number of all.
         """
@@ -165,7 +175,7 @@ class Measurement:
             "seed": seed,
             **({} if branch is None else {"branch": branch}),
             **{k: list(v) for k, v in pair.items()},
-            **result,
+            **found_values(dict(result)),
             **({"not_finite": asdict(unanswered)} if unanswered.images else {}),
             "seconds": round(time.perf_counter() - start, 3),
         }

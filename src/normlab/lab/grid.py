@@ -13,11 +13,13 @@ from . import settings as settings_
 from . import toml
 from .errors import LabError
 from .settings import Settings
+from .tasks import task as task_by_name
+from .tasks import task_of
 
 if TYPE_CHECKING:
     from .evaluate import Measurement
 
-__all__ = ["DEFAULT", "Study", "default_folder", "make_study", "measurements_of", "names_of"]
+__all__ = ["DEFAULT", "Study", "default_folder", "default_study", "make_study", "measurements_of", "names_of"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Study:
         twice = next((n for n in seen if seen.count(n) > 1), None)
         if twice:
             raise LabError(f"{twice} is on two axes of the grid; expected one.")
+        if "task" in seen:
+            raise LabError("task is no axis of a grid: tasks have metrics of their own. Give each a study of its own.")
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "measurements", tuple(dict.fromkeys(self.measurements)))
         object.__setattr__(self, "folder", None if self.folder is None else Path(self.folder))
@@ -65,8 +69,11 @@ class Study:
         return toml.dumps(values | {"axes": {k: list(v) for k, v in self.axes.items()}})
 
     @classmethod
-    def read(cls, path: str | Path, *, folder: Path | None = None) -> Study:
-        """A study.toml, or the settings.toml of one run; measurements and axes may be left out."""
+    def read(cls, path: str | Path, *, folder: Path | None = None, of_task: bool = False) -> Study:
+        """A study.toml, or the settings.toml of one run; measurements and axes may be left out.
+
+        ``of_task`` fills in the defaults of the task, as in :meth:`Settings.from_values`.
+        """
         values = toml.read(path)
         known = (*settings_.NAMES, "measurements", "axes")
         unknown = [k for k in values if k not in known]
@@ -79,8 +86,10 @@ class Study:
             raise LabError(f"{path}: measurements is a list of names, and [axes] a table of lists.")
         try:
             axes = {name: axis_of(name, along) for name, along in axes.items()}
-            base = Settings.from_values(values | firsts(axes))
-            return cls(base, axes, DEFAULT.measurements if measurements is None else tuple(measurements), folder)
+            base = Settings.from_values(values | firsts(axes), of_task=of_task)
+            if measurements is None:
+                measurements = default_study(base.task).measurements if of_task else DEFAULT.measurements
+            return cls(base, axes, tuple(measurements), folder)
         except LabError as error:
             raise LabError(f"{path}: {error}") from None
 
@@ -125,10 +134,10 @@ def _listed(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def measurements_of(texts: Sequence[str]) -> list[Measurement]:
-    from .evaluate import parse
-
-    found = {m.name: m for m in map(parse, _listed(texts))}  # the same one under two spellings is one
+def measurements_of(texts: Sequence[str], settings: Settings | None = None) -> list[Measurement]:
+    """The measurements of those texts, as the task of the settings reads them."""
+    task = task_of(settings or Settings())
+    found = {m.name: m for m in map(task.measurement, _listed(texts))}  # the same one under two spellings is one
     return list(found.values())
 
 
@@ -142,15 +151,30 @@ DEFAULT = Study(
 )
 
 
+def default_study(task: str = "classification") -> Study:
+    """What `normlab compare --task NAME` does with nothing else."""
+    if task == "classification":
+        return DEFAULT
+    chosen = task_by_name(task)
+    return Study(Settings.of(task), chosen.axes, tuple(chosen.measured))
+
+
 def make_study(
-    norms: Sequence[str],
-    seeds: int | Sequence[int],
-    measure: Sequence[str],
+    norms: Sequence[str] | None,
+    seeds: int | Sequence[int] | None,
+    measure: Sequence[str] | None,
     out: str | Path | None,
     settings: Mapping[str, Any],
     base: Settings | None = None,
 ) -> Study:
     """The study of :func:`compare`: settings that are lists become axes, in the order norm, others, seed."""
+    name = settings.get("task", "classification")
+    if not isinstance(name, str):
+        raise LabError(f"task is one, as text, for tasks have metrics of their own; got {name!r}.")
+    usual = default_study(name)
+    norms = usual.axes.get("norm", (usual.base.norm,)) if norms is None else norms
+    seeds = usual.axes.get("seed", (usual.base.seed,)) if seeds is None else seeds
+    measure = usual.measurements if measure is None else measure
     lists = {k: v for k, v in settings.items() if isinstance(v, (list, tuple)) and k not in ("milestones", "options")}
     single = {k: v for k, v in settings.items() if k not in lists}
     seeds = range(seeds) if isinstance(seeds, int) else seeds
@@ -158,7 +182,7 @@ def make_study(
     axes = {name: axis_of(name, values) for name, values in along.items()}
     if out is not None and not str(out).strip():
         raise LabError("out is empty; give the folder of the results, or None for the default one.")
-    study = Study((base or Settings()).with_(**single | firsts(axes)), axes, _listed(measure))
+    study = Study((base or usual.base).with_(**single | firsts(axes)), axes, _listed(measure))
     return replace(study, folder=Path(out) if out is not None else default_folder(study))
 
 

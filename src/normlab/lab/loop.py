@@ -3,8 +3,10 @@
 Every generator is seeded by (seed, purpose, epoch), the global ones too. So an epoch depends only on the state before
 it. A run that was interrupted resumes with the same numbers, and no generator has to be stored.
 
-Nothing in a step waits for the device. Sums stay on the device and are read once an epoch. Images are gathered and
-augmented for many batches at once. Learning rates are tensors, so that a captured step can follow a schedule.
+What is trained, on what and how it is tested is the task's (:mod:`normlab.lab.tasks`).
+
+Nothing in a step waits for the device. Sums stay on the device and are read once an epoch. Samples are gathered and
+prepared for many batches at once. Learning rates are tensors, so that a captured step can follow a schedule.
 
 Several processes may share a run (:mod:`normlab.lab.ranks`). Each makes the images of whole batches, with the random
 numbers of one process, and computes on its rows of them. The first one writes files, reports progress and tests.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,35 +30,32 @@ from ..engine.messages import check_model
 from ..engine.numerics import widest
 from ..model.calibrate import averaging, calibrate, estimate, tracking
 from ..model.parameter_groups import clip_gradients
-from .data import check_data
 from .errors import LabError
 from .optimizers import learning_rate
 from .quick import Captured, Halves, fused
 from .ranks import ALONE, Ranks, Share
-from .recipes import Batch, Context, Phase, Recipe
-from .recipes import recipe as recipe_by_name
 from .run_state import History, RunState
 from .seeds import derive, generator, rows_of
 from .store import finite
+from .tasks import TASKS, Batch, Context, Phase, Source, Task, pixels, task_of
 from .watcher import Board, Watcher
 
 if TYPE_CHECKING:
-    from .data import Data
     from .settings import Settings
 
 __all__ = ["History", "Watcher", "arithmetic", "estimate_statistics", "fit", "learning_rate"]
 
-# Bytes of images that are augmented at once; another size would change the random numbers of a run.
+# Bytes of samples that are prepared at once; another size would change the random numbers of a run.
 _BLOCK = 1 << 26
 _CALIBRATION = 50  # batches to estimate running statistics from
 
 
 def fit(
     model: nn.Module,
-    data: Data,
+    data: Source,
     settings: Settings,
     *,
-    recipe: Recipe | None = None,
+    task: Task | None = None,
     folder: str | Path | None = None,
     progress: Watcher | None = None,
     device: torch.device | str = "cpu",
@@ -63,6 +63,8 @@ def fit(
     ranks: Ranks = ALONE,
 ) -> History:
     """Train ``model`` in place as ``settings`` say. Afterwards it has the weights that were kept.
+
+    ``task`` says what is trained, on what and how it is tested: one of your own, or by default that of the settings.
 
     With a folder, each epoch adds a line to log.jsonl and stores the whole state in last.safetensors. The same call
     again resumes after the last finished epoch and reaches the numbers of a run without interruption.
@@ -72,14 +74,15 @@ def fit(
     ``ranks`` are processes that share every batch, and each of them makes this call: :func:`normlab.lab.ranks.joined`.
     Weights, folder and watcher are those of the first process. All end with the same weights.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        text = recipe if isinstance(recipe, str) else "classify"
-        raise LabError(f"recipe is an object of normlab.lab.recipes.Recipe; got {recipe!r}. A recipe by name is a "
-                       f"setting: Settings(recipe={text!r}).")  # fmt: skip
+    if task is not None and not isinstance(task, Task):
+        text = task if isinstance(task, str) else "classify"
+        kind = "task" if text in TASKS else "recipe"
+        raise LabError(f"task is an object of normlab.lab.Task; got {task!r}. A task or a recipe by name is a "
+                       f"setting: Settings({kind}={text!r}).")  # fmt: skip
     check_model(model, "fit")
-    check_data(data, "fit")
+    task = task or task_of(settings)
+    task.check_data(data, "fit")
     device = torch.device(device)
-    recipe = recipe or recipe_by_name(settings.recipe)
     folder = None if folder is None else Path(folder)
     watch = progress if progress and ranks.first else Watcher()
     data = data.to(device)
@@ -91,7 +94,7 @@ def fit(
     several = backend(launches="several") if captured else nullcontext()
     with arithmetic(settings.precision), _own_random_numbers(device), several:
         sync = ranks.check(settings, model)
-        state = RunState(model, recipe, ctx, ranks)
+        state = RunState(model, task, ctx, ranks)
         trainer = _Trainer(state, watch, sync=sync)
         history = ranks.given(lambda: state.resume(folder))
         state.agree()
@@ -102,7 +105,8 @@ def fit(
             history.epochs.append(line)
             state.keep(history, folder)
             watch.epoch(line)
-            if [n for n, known in enumerate(history.epochs) if known.get("loss", 0) is None] == [epoch]:
+            lost = [any(known.get(name, 0) is None for name in trainer.losses) for known in history.epochs]
+            if lost[-1] and not any(lost[:-1]):
                 watch.note(f"{settings.name}: the loss of epoch {epoch + 1} is not a finite number, and what follows "
                            "will most likely be none either. A lower lr, or warmup, or clip may help.")  # fmt: skip
             if board is not None:
@@ -112,7 +116,7 @@ def fit(
 
 
 def _scalars(values: Any) -> dict[str, Tensor]:
-    """Check what a recipe's step returned: scalars by name, and a loss with a gradient."""
+    """Check what a step returned: scalars by name, and a loss with a gradient."""
     if not isinstance(values, dict) or "loss" not in values:
         got = f"the names {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise LabError(f"a step returns scalars by name, {{'loss': ...}} and what else is logged; got {got}")
@@ -130,23 +134,27 @@ class _Trainer:
 
     def __init__(self, state: RunState, watch: Watcher, *, sync: bool) -> None:
         self.state, self.watch, self.sync = state, watch, sync
-        self.model, self.recipe, self.ctx, self.ranks = state.model, state.recipe, state.ctx, state.ranks
+        self.model, self.task, self.ctx, self.ranks = state.model, state.task, state.ctx, state.ranks
         ctx, settings = state.ctx, state.ctx.settings
-        self.trained = fused(self.model, ctx) if self.ranks.world == 1 else self.model
+        self.trained = fused(self.model, self.task, ctx) if self.ranks.world == 1 else self.model
         self.halves = Halves(self.trained) if settings.precision == "bf16" else None
         self.ema_weight = torch.zeros((), device=ctx.device)  # 1 - decay, for this step
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[str, tuple[Tensor, str]] = {}  # by the name in the log; of which phase
         # Steps with several ranks are not captured: if one rank failed to capture, the others would wait for ever.
         self.capture = settings.capture and ctx.device.type == "cuda" and self.ranks.world == 1
         self.captured: Captured | None = None
-        size, remainder = settings.batch_size, len(ctx.data.train.y) % settings.batch_size
-        if not len(ctx.data.train.y):
-            raise LabError(f"{ctx.data.name} has no training images; it is for testing only.")
-        # A single value has no batch statistics, so a last batch of one image is left out.
-        self.images = len(ctx.data.train.y) - (remainder if remainder == 1 and size > 1 else 0)
-        if not self.images:
-            raise LabError(f"one training image and batch_size = {size}: there is no batch to train on.")
-        self.steps = -(-self.images // size)
+        alone = len(state.phases) == 1
+        self.losses = ["loss" if alone else f"{phase.name}_loss" for phase in state.phases]  # their names in the log
+        self.needs: dict[str, int] = {}  # batches a step, by part of the data
+        for phase in state.phases:
+            self.needs[phase.part] = max(phase.repeat, self.needs.get(phase.part, 1))
+        for part in self.needs:
+            _check_number(ctx, part)
+        if not self.task.splits and (settings.accumulate > 1 or self.ranks.world > 1):
+            what = f"accumulate = {settings.accumulate}" if settings.accumulate > 1 else "several processes"
+            who = self.task.name or type(self.task).__name__
+            raise LabError(f"the batches of the task {who} are wholes, and {what} would cut them into parts; leave it "
+                           "out.")  # fmt: skip
 
     def epoch(self, epoch: int) -> dict[str, Any]:
         """Train one epoch, counted from 0, and return its line of the log."""
@@ -154,34 +162,39 @@ class _Trainer:
         # Dropout must not drop the same values on every rank.
         torch.manual_seed(derive(settings.seed, "global", epoch, *self.ranks.mark))
         self.ctx.generator.manual_seed(derive(settings.seed, "step", epoch))
-        if self.recipe.start_epoch(self.model, epoch / settings.epochs):
+        if self.task.start_epoch(self.model, epoch / settings.epochs, self.ctx):
             self.captured = None
         self.model.train()
         self.trained.train()
-        for total in self.sums.values():
+        for total, _ in self.sums.values():
             total.zero_()
-        lr, told = 0.0, start
+        rates, told = [0.0], start
+        rows = dict.fromkeys((phase.name for phase in self.state.phases), 0)
+        order = self._order(self.state.phases[0].part, epoch)
+        steps = -(-len(order) // (settings.batch_size * self.needs[self.state.phases[0].part]))
         with self.ranks.synced(self.model, self.sync):
-            for step, batch in enumerate(self._batches(epoch)):
-                lr = learning_rate(settings, epoch, step / self.steps)
-                self._prepare(lr, epoch * self.steps + step)
-                self._run(batch)
+            for step, batches in enumerate(self._steps(epoch, order)):
+                rates = self._prepare(epoch, step, steps)
+                self._run(batches)
+                for phase in self.state.phases:
+                    rows[phase.name] += sum(b.rows for b in batches[phase.part][: phase.repeat])
                 if (now := time.perf_counter()) - told > 0.1:
-                    self.watch.step(epoch + 1, step + 1, self.steps)
+                    self.watch.step(epoch + 1, step + 1, steps)
                     told = now
-        sums = self.ranks.sum(torch.stack([*self.sums.values()]))
-        values = sums.div(self.images).tolist()  # the only wait for the device in an epoch
+        sums = self.ranks.sum(torch.stack([*(total for total, _ in self.sums.values())])).tolist()
+        # The only wait for the device in an epoch.
+        values = [v / max(1, rows[phase]) for v, (_, phase) in zip(sums, self.sums.values(), strict=True)]
         line = {"epoch": epoch + 1} | dict(zip(self.sums, values, strict=True))
         self.ranks.check_weights(self.model)
         if not self.sync:
             self.ranks.average_statistics(self.model)
         tested = self._tested_model(epoch)
         tested.eval()
-        return self.ranks.given(lambda: finite(line | self._tests(tested, lr, start)))
+        return self.ranks.given(lambda: finite(line | self._tests(tested, rates[0], start)))
 
     def _tests(self, tested: nn.Module, lr: float, start: float) -> dict[str, Any]:
         """The part of an epoch's line that is not summed over its steps."""
-        found: dict[str, Any] = self.recipe.evaluate(tested, self.ctx)
+        found: dict[str, Any] = dict(self.task.evaluate(tested, self.ctx))
         weights = importance(tested)
         if self.ctx.device.type == "cuda":
             torch.cuda.synchronize(self.ctx.device)
@@ -191,63 +204,113 @@ class _Trainer:
         shares = torch.tensor([w for layer in weights.values() for pair in layer.values() for w in pair])
         return found | ({"importance": weights} if weights and bool(shares.isfinite().all()) else {})
 
-    def _batches(self, epoch: int) -> Iterator[Batch]:
-        """Batches with every training image once, in an order of this epoch; images may still be bytes."""
+    def _order(self, part: str, epoch: int, again: int = 0) -> Tensor:
+        """The samples of a part in an order of this epoch, and of each time that the epoch reads the part again."""
         settings, device = self.ctx.settings, self.ctx.device
-        x, y = self.ctx.data.train
-        order = torch.randperm(len(y), generator=generator(settings.seed, "order", epoch, device=device), device=device)
-        order = order[: self.images]
-        draw = generator(settings.seed, "augment", epoch, device=device)
+        purpose = ("order", epoch) if part == "train" else ("order", part, epoch)
+        purpose += (again,) if again else ()
+        order = self.task.order(part, self.ctx, generator(settings.seed, *purpose, device=device))
         size = settings.batch_size
-        block = max(1, _BLOCK // (x[0].numel() * size)) * size
-        for chosen in order.split(block):
-            yield from self.recipe.images(x[chosen], y[chosen], self.ctx, draw).split(size)
+        # A single value has no batch statistics, so a last batch of one sample is left out.
+        order = order[:-1] if len(order) % size == 1 and size > 1 else order
+        if not len(order):
+            raise LabError(f"the task's order of the part {part!r} has no batch; expected the numbers of samples.")
+        return order
 
-    def _prepare(self, lr: float, step: int) -> None:
-        """Set the values that change from step to step. A captured step reads them."""
-        for optimizer in self.state.optimizers:
+    def _batches(self, epoch: int, part: str, order: Tensor, again: int = 0) -> Iterator[Batch]:
+        """The samples of ``order`` in batches; images may still be bytes."""
+        settings = self.ctx.settings
+        purpose = ("augment", epoch) if part == "train" else ("augment", part, epoch)
+        draw = generator(settings.seed, *purpose, *((again,) if again else ()), device=self.ctx.device)
+        size = settings.batch_size
+        block = max(1, _BLOCK // (self.ctx.data.size_of_row(part) * size)) * size
+        for rows in self.ctx.data.stream(part, order.split(block), self.ctx.device):
+            yield from self.task.prepare(rows, self.ctx, draw).split(size)
+
+    def _steps(self, epoch: int, order: Tensor) -> Iterator[dict[str, list[Batch]]]:
+        """The batches of each step by part. The first phase's part is read once; the others as often as it takes."""
+        first = self.state.phases[0].part
+        others = {part: self._endless(epoch, part) for part in self.needs if part != first}
+        batches = self._batches(epoch, first, order)
+        while own := list(islice(batches, self.needs[first])):
+            yield {first: own} | {part: list(islice(more, self.needs[part])) for part, more in others.items()}
+
+    def _endless(self, epoch: int, part: str) -> Iterator[Batch]:
+        for again in count():
+            order = self._order(part, epoch, again)
+            whole = len(order) - len(order) % self.ctx.settings.batch_size
+            yield from self._batches(epoch, part, order[:whole] if whole else order, again)
+
+    def _prepare(self, epoch: int, step: int, steps: int) -> list[float]:
+        """Set the values that change from step to step, which a captured step reads. Returns the rate of each phase."""
+        rates = [learning_rate(own, epoch, step / steps) for own in self.state.settings]
+        for optimizer, lr in zip(self.state.optimizers, rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"].fill_(lr * group["share"])
         if self.state.averaged is not None:
             # An average of few steps must forget its first weights sooner, so decay rises as (1 + t) / (10 + t).
-            self.ema_weight.fill_(1 - min(self.ctx.settings.ema, (1 + step) / (10 + step)))
+            done = epoch * steps + step
+            self.ema_weight.fill_(1 - min(self.ctx.settings.ema, (1 + done) / (10 + done)))
+        return rates
 
-    def _run(self, batch: Batch) -> None:
-        if not self.capture or len(batch.y) < self.ctx.settings.batch_size:
-            self._step(batch)
+    def _run(self, batches: dict[str, list[Batch]]) -> None:
+        size = self.ctx.settings.batch_size
+        whole = all(len(own) == self.needs[part] and all(b.rows == size for b in own) for part, own in batches.items())
+        if not self.capture or not whole:
+            self._step(batches)
             return
+        tensors = [t for own in batches.values() for batch in own for t in batch.values()]
         if self.captured is None:
-            self.captured = Captured(lambda *tensors: self._step(Batch.of(tensors)), batch.tensors, self.ctx.generator)
-        if not self.captured(*batch.tensors):  # for example, the model reads a value from the device
+            names = {part: [list(batch) for batch in own] for part, own in batches.items()}
+
+            def step(*tensors: Tensor) -> None:
+                left = iter(tensors)
+                self._step({part: [Batch({n: next(left) for n in batch}) for batch in own]
+                            for part, own in names.items()})  # fmt: skip
+
+            self.captured = Captured(step, tensors, self.ctx.generator)
+        if not self.captured(*tensors):  # for example, the model reads a value from the device
             self.watch.note(
                 "A step of this model cannot be captured as a CUDA graph; it runs as usual, more slowly. "
                 f"The reason: {self.captured.why}"
             )
             self.capture, self.captured = False, None
-            self._step(batch)
+            self._step(batches)
 
-    def _step(self, batch: Batch) -> None:
-        settings, n = self.ctx.settings, len(batch.y)
-        parts = [self._own(part) for part in batch.split(-(-n // settings.accumulate))]
-        for phase, optimizer in zip(self.state.phases, self.state.optimizers, strict=True):
-            optimizer.zero_grad(set_to_none=True)
-            for part, share in parts:
-                with nullcontext() if self.halves is None else self.halves.used():
-                    with (
-                        torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self.halves is not None),
-                        rows_of(share.start, share.stop, share.whole),
-                    ):
-                        values = _scalars(phase.compute(self.trained, part, self.ctx))
-                    (values["loss"] * (share.images / n)).backward()
-                self._add(phase, values, share.images)
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            self.ranks.sum_gradients(own)
-            if settings.clip:
-                nn.utils.clip_grad_norm_(own, settings.clip, foreach=True)
-            clip_gradients(optimizer)
-            optimizer.step()
+    def _step(self, batches: dict[str, list[Batch]]) -> None:
+        pieces = {
+            part: [[self._own(piece) for piece in b.split(-(-b.rows // self.ctx.settings.accumulate))] for b in own]
+            for part, own in batches.items()
+        }
+        for phase, optimizer, settings in zip(
+            self.state.phases, self.state.optimizers, self.state.settings, strict=True
+        ):
+            for parts in pieces[phase.part][: phase.repeat]:
+                self._descend(phase, optimizer, settings, parts)
         if self.state.averaged is not None:
             self._average()
+
+    def _descend(
+        self, phase: Phase, optimizer: torch.optim.Optimizer, settings: Settings, parts: list[tuple[Batch, Share]]
+    ) -> None:
+        """One step of one optimizer, on the parts of a batch."""
+        n = sum(share.whole for _, share in parts)
+        optimizer.zero_grad(set_to_none=True)
+        for part, share in parts:
+            with nullcontext() if self.halves is None else self.halves.used():
+                with (
+                    torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self.halves is not None),
+                    rows_of(share.start, share.stop, share.whole),
+                ):
+                    values = _scalars(phase.compute(self.trained, part, self.ctx))
+                (values["loss"] * (share.images / n)).backward()
+            self._add(phase, values, share.images)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self.ranks.sum_gradients(own)
+        if settings.clip:
+            nn.utils.clip_grad_norm_(own, settings.clip, foreach=True)
+        clip_gradients(optimizer)
+        optimizer.step()
 
     def _own(self, batch: Batch) -> tuple[Batch, Share]:
         """This rank's rows of a batch or of a part of it, as pixels.
@@ -257,17 +320,17 @@ class _Trainer:
         """
         settings = self.ctx.settings
         usual = -(-settings.batch_size // settings.accumulate) // self.ranks.world
-        share = self.ranks.share(len(batch.y), least=1 if self.sync else min(2, usual), lend=not self.sync)
-        return self._pixels(Batch.of([t[share.start : share.stop] for t in batch.tensors])), share
+        share = self.ranks.share(batch.rows, least=1 if self.sync else min(2, usual), lend=not self.sync)
+        return self._pixels(batch.part(share.start, share.stop)), share
 
     def _add(self, phase: Phase, values: dict[str, Tensor], images: int) -> None:
         for name, value in values.items():
             name = name if len(self.state.phases) == 1 else f"{phase.name}_{name}"
             if name not in self.sums:
                 device = self.ctx.device
-                self.sums[name] = torch.zeros((), device=device, dtype=widest(device))
+                self.sums[name] = torch.zeros((), device=device, dtype=widest(device)), phase.name
             if images:  # the mean over no images is NaN
-                self.sums[name] += value.detach() * images
+                self.sums[name][0].add_(value.detach() * images)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -291,12 +354,13 @@ class _Trainer:
                 mine.copy_(live)
         elif not layers:
             return tested
-        batches = zip(range(_CALIBRATION), self._batches(epoch), strict=False)
-        own = (self._own(batch) for _, batch in batches)
+        part = self.state.phases[0].part
+        batches = islice(self._batches(epoch, part, self._order(part, epoch)), _CALIBRATION)
+        own = map(self._own, batches)
         loader = (batch for batch, share in own if share.images or self.sync)
 
         def show(model: nn.Module, batch: Batch) -> None:
-            self.recipe.show(model, batch, self.ctx)
+            self.task.show(model, batch, self.ctx)
 
         with self.ranks.synced(tested, self.sync):
             if self.state.averaged is None:
@@ -309,12 +373,20 @@ class _Trainer:
 
     def _pixels(self, batch: Batch) -> Batch:
         """The images of a batch as floats, in the memory layout of training."""
-        from .data import pixels
-
-        images = [pixels(t) if t.dim() == 4 else t for t in batch.tensors]
+        batch = pixels(batch)
         if self.ctx.settings.channels_last:
-            images = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in images]
-        return Batch.of(images)
+            layout = torch.channels_last
+            batch = Batch({k: t.contiguous(memory_format=layout) if t.dim() == 4 else t for k, t in batch.items()})
+        return batch
+
+
+def _check_number(ctx: Context, part: str) -> None:
+    number, size = ctx.data.number(part), ctx.settings.batch_size
+    what = "training images" if part == "train" else f"samples of the part {part!r}"
+    if not number:
+        raise LabError(f"{ctx.data.name} has no {what}; it is for testing only.")
+    if number == 1 and size > 1:
+        raise LabError(f"one of {what} and batch_size = {size}: there is no batch to train on.")
 
 
 def estimate_statistics(

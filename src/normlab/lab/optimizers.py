@@ -12,10 +12,10 @@ from ..model.parameter_groups import parameter_groups
 from .errors import LabError
 
 if TYPE_CHECKING:
-    from .recipes import Phase
     from .settings import Settings
+    from .tasks import Phase
 
-__all__ = ["learning_rate", "load_optimizer", "optimizer_for", "optimizer_state"]
+__all__ = ["learning_rate", "load_optimizer", "optimizer_for", "optimizer_state", "settings_of"]
 
 
 def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
@@ -64,7 +64,20 @@ def optimizer_for(phase: Phase, settings: Settings, device: torch.device) -> tor
     if settings.optimizer == "sgd":
         return torch.optim.SGD(split, lr=rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return kind(split, lr=rate, fused=fused, capturable=device.type == "cuda")
+    betas = phase.optimizer.get("betas", (0.9, 0.999))
+    return kind(split, lr=rate, betas=betas, fused=fused, capturable=device.type == "cuda")
+
+
+def settings_of(phase: Phase, settings: Settings) -> Settings:
+    """The settings of a phase: those of the run, and what the phase says of its optimizer."""
+    own = {name: value for name, value in phase.optimizer.items() if name != "betas"}
+    try:
+        found = settings.with_(**own) if own else settings
+    except LabError as error:
+        raise LabError(f"phase {phase.name!r}: {error}") from None
+    if "betas" in phase.optimizer and found.optimizer == "sgd":
+        raise LabError(f"phase {phase.name!r} gives betas, which SGD does not have; its optimizer is adam or adamw.")
+    return found
 
 
 def _groups(parameters: Any, settings: Settings) -> list[dict[str, Any]]:

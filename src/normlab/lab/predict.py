@@ -160,9 +160,9 @@ def _batches(x: Tensor, y: Tensor, device: torch.device, size: int | None) -> It
     size = batch_size_for(device) if size is None else size
     if size < 1:
         raise LabError(f"batch_size={size} is out of range; expected 1 or more")
-    for start in range(0, len(x), size):
-        part = slice(start, start + size)
-        yield pixels(x[part].to(device, non_blocking=True)), y[part].to(device, non_blocking=True)
+    parts = zip(x.split(size), y.split(size), strict=True) if len(x) else ()
+    for images, labels in parts:
+        yield pixels(images.to(device, non_blocking=True)), labels.to(device, non_blocking=True)
 
 
 def batch_size_for(device: torch.device) -> int:

@@ -12,26 +12,26 @@ from torch import Tensor, nn
 from .. import route
 from ..layers import Norm
 from ..model.fuse import fuse
-from .recipes import Context
+from .tasks import Context, Task
 
 __all__ = ["Captured", "Halves", "fused"]
 
 _WARM_UP = 3  # steps that run before one is captured, so that allocators and libraries have settled
 
 
-def fused(model: nn.Module, ctx: Context) -> nn.Module:
+def fused(model: nn.Module, task: Task, ctx: Context) -> nn.Module:
     """On CUDA, the model with activations and additions in the kernels of its norm layers. Tensors are shared."""
-    from .data import pixels
-
     if ctx.device.type != "cuda":
+        return model
+    x = task.example(ctx)  # shapes tell which additions can be fused
+    if x is None:
         return model
     try:
         either, tested = (fuse(model.train(mode)) for mode in (True, False))
-    except ValueError:
+    except Exception:  # a model may branch on values, have no forward of its own, or take other than tensors
         return model
     if either.code != tested.code:  # training and evaluation differ, and a graph can only be one of them
         return model
-    x = pixels(ctx.data.test.x[:2])  # shapes tell which additions can be fused
     wanted = {name for m in model.modules() if isinstance(m, Norm) for name in m.wants}
     if wanted - {"branch"}:  # labels and styles are not known here
         return tested

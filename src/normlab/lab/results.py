@@ -13,6 +13,8 @@ from .grid import Study, measurements_of, names_of
 from .report.view import cell
 from .settings import Settings
 from .store import read_log, read_records
+from .tasks import TASKS
+from .tasks.measuring import headline
 
 __all__ = ["Results", "Row", "Run", "differences", "plain", "read_results", "read_run"]
 
@@ -40,7 +42,7 @@ class Row:
     n: int
     mean: float
     error: float | None  # standard error of the mean; None for one run
-    values: tuple[float, ...]  # in per cent, by seed
+    values: tuple[float, ...]  # by seed
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,18 @@ class Results:
         """Names of what was measured, in the order of the first run."""
         return list(dict.fromkeys(r["measurement"] for run in self.runs for r in run.records))
 
-    def table(self, measurement: str, value: str = "accuracy") -> list[Row]:
-        """A row for each setting but the seed. A measurement may be named by the beginning of its name."""
+    def table(self, measurement: str, value: str = "") -> list[Row]:
+        """A row for each setting but the seed. A measurement may be named by the beginning of its name.
+
+        ``value`` names one of several, such as "loss"; the default is what the measurement is about.
+        """
         name = self._full_name(measurement)
         groups: dict[Settings, list[tuple[Run, float]]] = {}
         for run in self.runs:
             for record in run.records:
-                if record["measurement"] == name and record.get(value) is not None:
-                    groups.setdefault(replace(run.settings, seed=0), []).append((run, float(record[value])))
+                found = record["values"].get(value) if value else (headline(record) or (None,))[0]
+                if record["measurement"] == name and found is not None:
+                    groups.setdefault(replace(run.settings, seed=0), []).append((run, float(found)))
         rows = []
         for pairs in groups.values():
             values = tuple(v for _, v in pairs)
@@ -125,7 +131,9 @@ def read_results(folder: str | Path) -> Results:
     records: dict[str, list[dict[str, Any]]] = {}
     for record in read_records(folder):
         records.setdefault(record["digest"], []).append(record)
-    order = [m.name for m in measurements_of(study.measurements)]
+    # A task of a user's own is not needed to show its results, and not loaded because a folder names it.
+    known = study.base.task in TASKS
+    order = [m.name for m in measurements_of(study.measurements, study.base)] if known else list(study.measurements)
     runs = []
     for settings in study.grid():
         home, own = folder / "runs" / settings.name, records.get(settings.digest(), [])

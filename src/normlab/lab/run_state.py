@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import LabError
 from .models.common import check_values
-from .optimizers import load_optimizer, optimizer_for, optimizer_state
+from .optimizers import load_optimizer, optimizer_for, optimizer_state, settings_of
 from .ranks import Ranks
-from .recipes import Context, Recipe
 from .store import Needs, Whole, append_line, load_checkpoint, misfit, read_log, save_checkpoint, write_lines
+from .tasks import Context, Metric, Source, Task
 
 if TYPE_CHECKING:
-    from .data import Data
     from .settings import Settings
 
 __all__ = ["History", "RunState", "about_run", "allocating", "described", "load_weights"]
@@ -30,9 +29,10 @@ __all__ = ["History", "RunState", "about_run", "allocating", "described", "load_
 _ABOUT = {
     "kind": str, "epoch": Whole(), "digest": str, "recipe": str, "settings": dict,
     "best_score": float, "best_epoch": Whole(),
-    "data": Needs(name=str, channels=Whole(1, 1 << 16), size=(Whole(1, 1 << 14), Whole(1, 1 << 14)), classes=[str],
-                  mean=[float], std=[float]),
+    "data": Needs(name=str),
 }  # fmt: skip
+_IMAGES = Needs(channels=Whole(1, 1 << 16), size=(Whole(1, 1 << 14), Whole(1, 1 << 14)), classes=[str], mean=[float],
+                std=[float])  # fmt: skip
 _LONGEST = 2000  # letters of a setting
 
 
@@ -51,12 +51,16 @@ class History:
 class RunState:
     """The model, its optimizers, its averaged weights, and the best weights so far."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, ctx: Context, ranks: Ranks) -> None:
-        self.model, self.recipe, self.ctx, self.ranks = model, recipe, ctx, ranks
-        self.phases = recipe.phases(model, ctx)
-        self.optimizers = [optimizer_for(phase, ctx.settings, ctx.device) for phase in self.phases]
+    def __init__(self, model: nn.Module, task: Task, ctx: Context, ranks: Ranks) -> None:
+        self.model, self.task, self.ctx, self.ranks = model, task, ctx, ranks
+        self.phases = task.phases(model, ctx)
+        self.settings = [settings_of(phase, ctx.settings) for phase in self.phases]
+        self.optimizers = [
+            optimizer_for(phase, own, ctx.device) for phase, own in zip(self.phases, self.settings, strict=True)
+        ]
         self.averaged = copy.deepcopy(model).requires_grad_(False) if ctx.settings.ema else None
-        self.best_score, self.best_epoch = -math.inf, 0
+        self.best_score: float | None = None  # None: no epoch had a score yet
+        self.best_epoch = 0
         self.best_state: dict[str, Tensor] | None = None
 
     @property
@@ -71,9 +75,15 @@ class RunState:
         best epoch is not on the disk yet, the state is of that epoch, and resume() writes it.
         """
         line, settings = history.epochs[-1], self.ctx.settings
-        score = line.get(self.recipe.score)
-        score = -math.inf if score is None else score  # a run that diverged
-        better = score > self.best_score if settings.best == "test" else line["epoch"] == settings.epochs
+        name, metric = self.task.best
+        if settings.best == "test" and name not in line:
+            known = ", ".join(k for k in line if k not in ("epoch", "lr", "seconds"))
+            raise LabError(f"best = test keeps the weights of the best {name or 'value of a metric'}, and the log has "
+                           f"{known}; name what evaluate() returns in the task's metrics, best first.")  # fmt: skip
+        score = line.get(name)  # None: a run that diverged
+        better = (
+            _better(score, self.best_score, metric) if settings.best == "test" else line["epoch"] == settings.epochs
+        )
         if better:
             self.best_score, self.best_epoch = score, line["epoch"]
             self.best_state = self._tested_state()
@@ -117,7 +127,7 @@ class RunState:
 
     def _about(self, epoch: int) -> dict[str, Any]:
         """What a checkpoint says about itself."""
-        return about_run(self.ctx.settings, self.ctx.data, epoch) | {"recipe": _described(self.recipe)}
+        return about_run(self.ctx.settings, self.ctx.data, epoch) | {"recipe": _described(self.task)}
 
     def give_best(self) -> None:
         """Load the kept weights into the model and put it in evaluation mode."""
@@ -159,8 +169,7 @@ class RunState:
         if len(lines) > meta["epoch"]:
             lines = lines[: meta["epoch"]]
             write_lines(folder / "log.jsonl", lines)
-        score = meta.get("best_score")
-        self.best_score, self.best_epoch = -math.inf if score is None else score, meta["best_epoch"]
+        self.best_score, self.best_epoch = meta.get("best_score"), meta["best_epoch"]
         best = folder / "best.safetensors"
         if self.best_epoch == meta["epoch"]:
             self.best_state = self._tested_state()
@@ -191,7 +200,7 @@ class RunState:
 
     def _check_recipe(self, meta: dict[str, Any], path: Path) -> None:
         """Refuse another recipe. One that was given as an object is not in the settings, so the digest cannot tell."""
-        before, now = meta.get("recipe"), _described(self.recipe)
+        before, now = meta.get("recipe"), _described(self.task)
         if before is not None and before != now:
             raise LabError(f"{path} is of a run with the recipe {before} and not with {now}; choose another folder for "
                            "this one.")  # fmt: skip
@@ -212,11 +221,15 @@ class RunState:
         return History()
 
 
-def about_run(settings: Settings, data: Data, epoch: int) -> dict[str, Any]:
+def _better(score: float | None, best: float | None, metric: Metric) -> bool:
+    if score is None or best is None:
+        return score is not None
+    return score > best if metric.higher else score < best
+
+
+def about_run(settings: Settings, data: Source, epoch: int) -> dict[str, Any]:
     """What a checkpoint needs to build its model again without the data."""
-    names = ("name", "channels", "size", "classes", "mean", "std")
-    like = {name: getattr(data, name) for name in names}
-    return {"settings": settings.values(), "digest": settings.digest(), "epoch": epoch, "data": like}
+    return {"settings": settings.values(), "digest": settings.digest(), "epoch": epoch, "data": data.about}
 
 
 _REMOVE = "Remove the folder of this run to train it from the start."
@@ -230,7 +243,9 @@ def described(meta: dict[str, Any], source: object) -> None:
         if isinstance(value, str) and len(value) > _LONGEST:
             wrong = f"settings.{name} is a text of {len(value):,} letters"
     data = meta.get("data")
-    if not wrong and data is not None:
+    images = isinstance(data, dict) and "channels" in data  # what networks for images are built from
+    wrong = wrong or (misfit(data, _IMAGES, "data") if images else "")
+    if not wrong and images and data is not None:
         channels, mean, std = data["channels"], data["mean"], data["std"]
         if not data["classes"]:
             wrong = "data.classes is empty"
@@ -271,10 +286,10 @@ def _others(meta: dict[str, Any], settings: Settings) -> str:
     return f" ({found})" if found else ""
 
 
-def _described(recipe: Recipe) -> str:
-    """A recipe as text, without addresses: the same in every process."""
-    own = type(recipe).__repr__ is not object.__repr__
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(recipe)) if own else type(recipe).__qualname__
+def _described(task: Task) -> str:
+    """A task as text, without addresses: the same in every process."""
+    own = type(task).__repr__ is not object.__repr__
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(task)) if own else type(task).__qualname__
 
 
 def load_weights(model: nn.Module, state: dict[str, Tensor], source: object, *, diverged: bool = False) -> None:

@@ -42,6 +42,7 @@ class Settings:
     True
     """
 
+    task: str = _other("classification", help="what is trained: a task by name, or one of your own, path/to/file.py")
     model: str = _other("small", help="network, by name")
     norm: str = _other("batch", help="normalization, by name, with arguments in parentheses: group(8)")
     data: str = _other("mnist5k", help="data set, by name, or folder:PATH")
@@ -84,6 +85,7 @@ class Settings:
 
     # These change the speed and no number, so they do not tell runs apart.
     NEUTRAL: ClassVar[frozenset[str]] = frozenset({"capture"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"sync_norm", "task"})
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -108,6 +110,17 @@ class Settings:
             raise LabError(f"{name!r} is no setting; {nearest(name, NAMES)}")
         return replace(self, **changes)
 
+    @classmethod
+    def of(cls, task: str = "classification", **changes: Any) -> Settings:
+        """The defaults of a task, with changes."""
+        if task == cls.task:
+            return cls().with_(**changes)
+        from .tasks import short_name
+        from .tasks import task as task_by_name
+
+        usual = {"model": short_name(task), "recipe": "default", **task_by_name(task).defaults}
+        return cls().with_(**{**usual, **changes, "task": task})
+
     def values(self) -> dict[str, Any]:
         """Plain values by name, as they are stored: lists for tuples, a table for options."""
         return {
@@ -115,12 +128,18 @@ class Settings:
         }
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any], *, source: str = "the settings") -> Settings:
-        """The reverse of :meth:`values`; settings left out have their defaults."""
+    def from_values(cls, values: Mapping[str, Any], *, source: str = "the settings", of_task: bool = False) -> Settings:
+        """The reverse of :meth:`values`; settings left out have their defaults.
+
+        With ``of_task`` they are those of the task that is named, which is loaded: only for files that a user names,
+        for a task may be anybody's code.
+        """
         unknown = [k for k in values if k not in NAMES]
         if unknown:
             raise LabError(f"{source}: unknown setting {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
         try:
+            if of_task and isinstance(values.get("task"), str):
+                values = {**cls.of(values["task"]).values(), **values}
             return cls(**values)
         except LabError as error:
             raise LabError(f"{source}: {error}") from None
@@ -129,14 +148,14 @@ class Settings:
         return toml.dumps(self.values())
 
     @classmethod
-    def read(cls, path: str | Path) -> Settings:
-        return cls.from_values(toml.read(path), source=str(path))
+    def read(cls, path: str | Path, *, of_task: bool = False) -> Settings:
+        return cls.from_values(toml.read(path), source=str(path), of_task=of_task)
 
     def digest(self) -> str:
         """Eight hexadecimal digits of everything that changes the result."""
         values = {k: v for k, v in self.values().items() if k not in self.NEUTRAL}
-        if not self.sync_norm:  # keeps the digest of folders from before this setting existed
-            del values["sync_norm"]
+        # Settings that came later leave the digest of earlier folders as it was.
+        values = {k: v for k, v in values.items() if k not in self.LATER or v != _DEFAULTS[k]}
         return digest_of(json.dumps(values, sort_keys=True))
 
     @property
@@ -152,6 +171,7 @@ class Settings:
 
 NAMES: tuple[str, ...] = tuple(f.name for f in fields(Settings))
 HELP: dict[str, str] = {f.name: f.metadata["help"] for f in fields(Settings)}
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Settings)}
 CHOICES: dict[str, tuple[str, ...]] = {
     f.name: f.metadata["choices"] for f in fields(Settings) if "choices" in f.metadata
 }

@@ -58,11 +58,13 @@ _LINE = {"epoch": Whole(1), "seconds": float, "lr": float, "loss": float, "accur
          "train_accuracy": float, "importance": {...: {...: (float, float)}}}  # fmt: skip
 _RECORD = {
     "digest": str, "measurement": str, "run": str, "title": str, "kind": str, "n": Whole(), "seconds": float,
-    "accuracy": float, "branch": str, "branches": (str, str), "scalars": {...: float}, "settings": dict,
+    "values": dict, "metrics": {...: Needs(unit=str, higher=bool, title=str)}, "branch": str, "branches": (str, str),
+    "settings": dict,
     "arguments": {"severities": [Whole(1, 5)], "names": [str], "branches": (str, str), "units": str, "of": str,
                   "eps": object, "std": object},
     "curve": Needs(x=[float], y=[float]), "grid": Needs(values=[[float]]), "corruptions": {...: [float]},
     "at": {...: (float,)}, "not_finite": Needs(images=Whole(), of=Whole()), "versions": {...: str}, "device": str,
+    "pictures": [Needs(title=str)],
     "samples": Needs(shape=(Whole(1), Whole(1), Whole(1), Whole(1)), before=str, after=str, label=[str],
                      before_class=[str], after_class=[str]),
 }  # fmt: skip
@@ -223,7 +225,9 @@ def misfit(value: Any, like: Any, name: str = "") -> str:
     if like is float:
         fits = type(value) in (int, float) and abs(value) <= 1e300  # comparisons take any integer
         return "" if fits else _is_not(name, value, "a number")
-    return "" if type(value) is like else _is_not(name, value, {str: "text", dict: "a table"}[like])
+    return (
+        "" if type(value) is like else _is_not(name, value, {str: "text", dict: "a table", bool: "true or false"}[like])
+    )
 
 
 def _first(found: Iterator[str]) -> str:
@@ -251,7 +255,7 @@ _MEND = {
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """The measurements of a study or a run."""
     path = folder / "results.jsonl"
-    records = read_lines(path, "digest", "measurement", like=_RECORD)
+    records = read_lines(path, "digest", "measurement", "values", like=_RECORD)
     for number, record in enumerate(records, 1):
         if wrong := _apart(record):
             raise _of_line(path, number, f"does not fit: {wrong}")
@@ -261,8 +265,15 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 def _apart(record: Mapping[str, Any]) -> str:
     """What of a record does not belong together."""
     curve, grid, corruptions, shown = (record.get(k) for k in ("curve", "grid", "corruptions", "samples"))
-    if record.get("kind") == "clean" and record.get("accuracy") is None:
+    for name, value in record["values"].items():
+        if value is not None and (wrong := misfit(value, float, f"values.{name}")):
+            return wrong
+    if record.get("kind") == "clean" and record["values"].get("accuracy") is None:
         return "it has no accuracy"
+    for picture in record.get("pictures") or ():
+        images, shape = picture.get("images"), picture.get("shape")
+        if images is not None and (not shape or _bytes_in(images) != math.prod(shape)):
+            return f"the picture {picture['title']!r} does not have the shape that it gives"
     if curve and len(curve["x"]) != len(curve["y"]):
         return f"its curve has {len(curve['y'])} values at {len(curve['x'])} places"
     if grid and len({len(row) for row in grid["values"]} - {0}) != 1:
@@ -271,13 +282,18 @@ def _apart(record: Mapping[str, Any]) -> str:
         return "its corruptions differ in the number of severities"
     if shown:
         images, values = shown["shape"][0], math.prod(shown["shape"])
-        try:
-            sizes = {len(b64decode(shown[k], validate=True)) for k in ("before", "after")}
-        except ValueError:
-            sizes = set()
+        sizes = {_bytes_in(shown[k]) for k in ("before", "after")}
         if sizes != {values} or {len(shown[k]) for k in ("label", "before_class", "after_class")} != {images}:
             return f"its samples are not {images} images of {values // images} values"
     return ""
+
+
+def _bytes_in(text: str) -> int:
+    """How many bytes a base64 text has; -1 for another text."""
+    try:
+        return len(b64decode(text, validate=True))
+    except ValueError:
+        return -1
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -28,28 +28,29 @@ from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, n
 from .loop import arithmetic, fit
 from .results import Results, Row, Run, differences, read_results, read_run
 from .run_state import allocating, described, load_weights
+from .seeds import generator
 from .settings import Settings
 from .store import append_line, clear_partial, load_checkpoint, locked, read_records, write_atomic
+from .tasks import TASKS, Context, Source, like, task_of
 from .torchrun import led, together
 from .watcher import Watcher
 from .workers import Crew, crew_for, run_jobs
 
 if TYPE_CHECKING:
-    from .data import Data
     from .evaluate import Measurement
-    from .models import Classifier
 
 __all__ = [
     "DEFAULT", "Results", "Row", "Run", "Study", "build_model", "compare", "default_folder", "load_data", "load_model",
-    "pick_device", "read_results", "read_run", "run_study", "train", "versions",
+    "pick_device", "read_results", "read_run", "run_study", "task_in",
+    "train", "versions",
 ]  # fmt: skip
 
 
 def compare(
-    norms: Sequence[str] = DEFAULT.axes["norm"],
+    norms: Sequence[str] | None = None,
     *,
-    seeds: int | Sequence[int] = DEFAULT.axes["seed"],
-    measure: Sequence[str] = DEFAULT.measurements,
+    seeds: int | Sequence[int] | None = None,
+    measure: Sequence[str] | None = None,
     out: str | Path | None = None,
     progress: Watcher | None = None,
     device: torch.device | str | None = None,
@@ -60,9 +61,10 @@ def compare(
 ) -> Results:
     """Train the same network with several normalizers, measure each, and keep everything in a folder.
 
-    Other settings are keywords, and a list makes an axis of the grid: ``compare(["none", "batch"], data="cifar10",
-    model="vgg8", batch_size=[128, 32])``. Without ``out`` the folder is runs/, data, model and a digest of the
-    settings. The same call again resumes. ``processes`` is how many runs are trained at once.
+    What is left out is as in the task's default comparison. Other settings are keywords, and a list makes an axis of
+    the grid: ``compare(["none", "batch"], data="cifar10", model="vgg8", batch_size=[128, 32])``, or
+    ``compare(task="path/to/file.py")``. Without ``out`` the folder is runs/, data, model and a digest of the settings.
+    The same call again resumes. ``processes`` is how many runs are trained at once.
     """
     study = make_study(norms, seeds, measure, out, settings)
     return run_study(study, progress=progress, device=device, root=root, download=download, processes=processes)
@@ -87,7 +89,7 @@ def run_study(
     if study.folder is None:
         raise LabError("a study needs a folder for its results; give Study(..., folder=...), or --out.")
     folder, watch, place = study.folder, progress or Watcher(), pick_device(device)
-    measurements = measurements_of(study.measurements)
+    measurements = measurements_of(study.measurements, study.base)
     grid = study.grid()
     crew = crew_for(place, processes, len(grid))
     data = _checked_data(grid, measurements, root=root, download=download)
@@ -150,7 +152,7 @@ def train(
     root: str | Path | None = None,
     download: bool = False,
     tensorboard: bool = False,
-    data: Data | None = None,
+    data: Source | None = None,
 ) -> Run:
     """One run in a folder of its own; its measurements go to results.jsonl there.
 
@@ -159,7 +161,7 @@ def train(
     if not str(folder).strip():
         raise LabError("the folder of the run is empty; give a path, or '.' for this folder.")
     folder, watch, place = Path(folder), progress or Watcher(), pick_device(device)
-    measurements = measurements_of(measure)
+    measurements = measurements_of(measure, settings)
     if data is None:
         data = _checked_data([settings], measurements, root=root, download=download)[data_key(settings)]
     _check_home(settings, folder)
@@ -175,13 +177,22 @@ def train(
 
 
 def load_model(
-    checkpoint: str | Path, *, device: torch.device | str = "cpu", diverged: bool = False
-) -> tuple[Classifier, Settings]:
+    checkpoint: str | Path, *, device: torch.device | str = "cpu", diverged: bool = False, task: str | None = None
+) -> tuple[Any, Settings]:
     """The model of a checkpoint that the loop wrote, in evaluation mode, and its settings.
 
     A folder means the kept weights in it. From a resume checkpoint, the weights that evaluation uses are loaded.
-    ``diverged`` also takes weights that are no finite numbers.
+    ``diverged`` also takes weights that are no finite numbers. ``task`` is the file of a task of your own: code is
+    never run because a checkpoint names it.
     """
+    model, settings, _ = load_trained(checkpoint, device=device, diverged=diverged, task=task)
+    return model, settings
+
+
+def load_trained(
+    checkpoint: str | Path, *, device: torch.device | str = "cpu", diverged: bool = False, task: str | None = None
+) -> tuple[Any, Settings, dict[str, Any]]:
+    """As :func:`load_model`, and what the network's data said about themselves."""
     path = Path(checkpoint)
     if (path / "study.toml").is_file():
         raise LabError(f"{path} is the folder of a study; name one of its runs: {path / 'runs'}/NAME.")
@@ -198,6 +209,11 @@ def load_model(
         if there.digest() != settings.digest():
             raise LabError(f"{path} is of another run than {home / 'settings.toml'}: {differences(there, settings)}. "
                            "Files were mixed; put the right one back, or name the file itself.")  # fmt: skip
+    if task is not None:
+        settings = settings.with_(task=task)
+    elif settings.task not in TASKS:
+        raise LabError(f"{path} was trained on the task {settings.task}, which is a file of your own; give it as task, "
+                       f"--task {settings.task}: no code is run because a checkpoint names it.")  # fmt: skip
     for prefix in ("averaged.", "model.") if meta.get("kind") == "state" else ():
         part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if part:
@@ -213,10 +229,10 @@ def load_model(
                        f"your own, load them into it, model.load_state_dict(load_checkpoint({str(path)!r})[0]) of "
                        f"normlab.lab.store, or `normlab evaluate --module package.module:function --weights {path}`."
                        ) from None  # fmt: skip
-    return model.eval(), settings
+    return model.eval(), settings, meta["data"]
 
 
-def _network_of(settings: Settings, meta: dict[str, Any], values: int, path: Path) -> Classifier:
+def _network_of(settings: Settings, meta: dict[str, Any], values: int, path: Path) -> Any:
     """The network that a checkpoint describes, if it can be one of so many values.
 
     Every layer has values, and every unit of its width has some. So a number that is larger than the file's is none
@@ -239,20 +255,28 @@ def _network_of(settings: Settings, meta: dict[str, Any], values: int, path: Pat
                        ) from error  # fmt: skip
 
 
-def build_model(settings: Settings, data_like: Any) -> Classifier:
+def task_in(checkpoint: str | Path) -> str:
+    """The task of a checkpoint or a run's folder; classification if it does not say."""
+    path = Path(checkpoint)
+    if (path / "settings.toml").is_file():
+        return Settings.read(path / "settings.toml").task
+    path = path / "best.safetensors" if path.is_dir() else path
+    given = load_checkpoint(path)[1].get("settings") if path.is_file() else None
+    found = given.get("task") if isinstance(given, dict) else None
+    return found if isinstance(found, str) else Settings.task
+
+
+def build_model(settings: Settings, data_like: Any) -> Any:
     """The network that the settings name, with its initial weights."""
-    from .models import build
+    about = like(data_like.about) if isinstance(data_like, Source) else data_like
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return task_of(settings).build(settings, about)
 
-    options = settings.model_options()
-    return build(settings.model, data_like, settings.norm, seed=settings.seed, **options)
 
-
-def load_data(settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Data:
-    """The data set that the settings name, resized and cut to size."""
-    from .data import load
-
-    whole = load(settings.data, root=root, download=download, size=settings.size or None)
-    return whole.subset(settings.train_size or None, settings.test_size or None)
+def load_data(settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Any:
+    """The data set that the settings name, as their task loads it."""
+    return task_of(settings).load(settings, root=root, download=download)
 
 
 def pick_device(name: torch.device | str | None = None) -> torch.device:
@@ -291,8 +315,8 @@ def _tell_of_training_again(
 
 
 def trained(
-    settings: Settings, data: Data, home: Path, watch: Watcher, device: torch.device, *, tensorboard: bool
-) -> Classifier:
+    settings: Settings, data: Source, home: Path, watch: Watcher, device: torch.device, *, tensorboard: bool
+) -> Any:
     """The network of a run with its kept weights. Trains the epochs that are missing."""
     _check_home(settings, home)
     clear_partial(home)
@@ -306,13 +330,14 @@ def trained(
 
 
 def measured(
-    model: Classifier, data: Data, settings: Settings, measurements: Sequence[Measurement], watch: Watcher,
+    model: Any, data: Source, settings: Settings, measurements: Sequence[Measurement], watch: Watcher,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Measure, and yield each record as soon as it is there."""
     from .evaluate import not_finite
 
-    data = data.to(device)
+    ctx = Context(settings, data.to(device), device, generator(settings.seed, "measure", device=device))
+    task = task_of(settings)
     about = {"run": settings.name, "digest": settings.digest(), "settings": settings.values()}
     where = (
         torch.cuda.get_device_name(device)
@@ -323,7 +348,7 @@ def measured(
     for measurement in measurements:
         watch.measuring(settings, measurement.name)
         with arithmetic(settings.precision):
-            record = measurement.run(model, data, device=device, seed=settings.seed, progress=watch.measuring_step)
+            record = task.measure(measurement, model, ctx, watch.measuring_step)
         records.append(record)
         yield about | record | {"versions": versions(), "device": where}
     if said := not_finite(settings.name, records):
@@ -332,36 +357,35 @@ def measured(
 
 def data_key(settings: Settings) -> tuple[Any, ...]:
     """The settings that :func:`load_data` reads."""
-    return settings.data, settings.size, settings.train_size, settings.test_size
+    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size
 
 
 def _checked_data(
-    grid: Sequence[Settings], measurements: Sequence[Measurement], **options: Any
-) -> dict[tuple[Any, ...], Data]:
+    grid: Sequence[Settings], measurements: Sequence[Any], **options: Any
+) -> dict[tuple[Any, ...], Source]:
     """Load every data set of the grid, and build every network once.
 
     So no run fails late because of a wrong name, and no measurement because of a missing branch.
     """
-    data: dict[tuple[Any, ...], Data] = {}
+    data: dict[tuple[Any, ...], Source] = {}
     built: set[tuple[Any, ...]] = set()
     from .norms import parse_norm
-    from .recipes import recipe
 
     for settings in grid:
         led().check(settings)
         parse_norm(settings.norm)  # quick, so it comes before loading data
-        recipe(settings.recipe)
+        task_of(settings)
     for settings in grid:
         key = data_key(settings)
         if key not in data:
             data[key] = load_data(settings, **options)
-        made_of = ("model", "norm", "depth", "width", "options", "recipe", "sync_norm")
+        made_of = ("task", "model", "norm", "depth", "width", "options", "recipe", "sync_norm")
         network = (key, *(getattr(settings, name) for name in made_of))
         if network not in built:
             built.add(network)
             model = build_model(settings, data[key])
             try:
-                recipe(settings.recipe).check(model)
+                task_of(settings).check(model)
             except LabError as error:
                 raise LabError(f"norm {settings.norm}: {error}") from None
             for measurement in measurements:

@@ -10,7 +10,7 @@ from ..engine.messages import nearest
 from .attacks import shown
 from .errors import LabError
 
-__all__ = ["ShareOfEps", "flag", "number", "one_of", "split", "step", "target", "within", "written"]
+__all__ = ["ShareOfEps", "arguments", "flag", "number", "one_of", "split", "step", "target", "within", "written"]
 
 
 def number(text: str) -> float:
@@ -95,3 +95,25 @@ def written(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(written, value))}]"
     return shown(value)
+
+
+def arguments(text: str) -> tuple[str, dict[str, str]]:
+    """A name and its arguments as texts. An argument without a name has the name ``""``.
+
+    >>> arguments("streams(main=cutout, aux=randaugment(n=3, m=4))")
+    ('streams', {'main': 'cutout', 'aux': 'randaugment(n=3, m=4)'})
+    """
+    name, bracket, rest = text.strip().partition("(")
+    name, rest = name.strip(), rest.rstrip()
+    if bracket and not rest.endswith(")"):
+        raise LabError(f"{text!r} lacks its closing bracket; expected {name}(argument=value, ...)")
+    given: dict[str, str] = {}
+    for part in split(rest[:-1]) if bracket else []:
+        before, equals, after = part.partition("=")
+        named = bool(equals) and "(" not in before
+        key, value = (before.strip(), after.strip()) if named else ("", part)
+        if key in given:
+            raise LabError(f"{text!r} gives {key} twice" if key else f"{text!r} has two values without a name, "
+                           f"{given['']} and {part}; write name=value")  # fmt: skip
+        given[key] = value
+    return name, given

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
+from .data import Data
 from .ranks import ALONE, Ranks, joined
 from .readers import Images
+from .tasks import Source, task_of
 
 if TYPE_CHECKING:
-    from .data import Data
     from .settings import Settings
 
 __all__ = ["follow", "lead", "led", "run", "together"]
@@ -37,7 +38,7 @@ class Job(NamedTuple):
 
     settings: Settings
     device: str
-    data: Data | None  # without its images, which follow; None: the data of the job before
+    new: bool  # data follow; otherwise they are those of the job before
 
 
 @dataclass
@@ -46,7 +47,7 @@ class _Team:
 
     ranks: Ranks
     busy: bool = False  # in a training
-    data: Data | None = None  # what the others have
+    data: Source | None = None  # what the others have
 
 
 _team: _Team | None = None
@@ -58,17 +59,16 @@ def led() -> Ranks:
 
 
 @contextmanager
-def together(settings: Settings, data: Data, device: torch.device) -> Iterator[Ranks]:
+def together(settings: Settings, data: Source, device: torch.device) -> Iterator[Ranks]:
     """All processes for one training, which the others begin as this is entered."""
     if _team is None:
         yield ALONE
         return
     team, ranks, new = _team, _team.ranks, data is not _team.data
     team.busy = True
-    empty = replace(data, train=_none_of(data.train), test=_none_of(data.test)) if new else None
-    ranks.given(lambda: Job(settings, device.type, empty))
+    ranks.given(lambda: Job(settings, device.type, new))
     if new:
-        ranks.spread(_tensors(data), torch.device("cpu"))
+        _give(data, ranks)
         team.data = data
     yield ranks
     # Not after an error: the others are still in the training, and cannot be told of another.
@@ -105,10 +105,11 @@ def follow(ranks: Ranks) -> None:
     from .loop import fit
     from .study import build_model
 
-    data: Data | None = None
+    data: Source | None = None
     while (job := ranks.given(_nothing)) is not None:
-        if job.data is not None:
-            data = _filled(job.data, ranks.spread({}, torch.device("cpu")))
+        if job.new:
+            task_of(job.settings)  # the class of its data may be in a user's file
+            data = _given(ranks)
         assert data is not None
         # Weights come from the first rank, and files that they were read from may be on its machine alone.
         options = tuple((k, v) for k, v in job.settings.options if k != "weights")
@@ -172,8 +173,22 @@ def _said_by_another(store: Any) -> int | None:
         return 1
 
 
-def _nothing() -> Job | None:
+def _nothing() -> Any:
     return None
+
+
+def _give(data: Source, ranks: Ranks) -> None:
+    """Send data to the others; images in memory as tensors, all else as it is."""
+    if not isinstance(data, Data) or not isinstance(data.train.x, torch.Tensor):  # files are found where they are
+        ranks.given(lambda: (data, False))
+        return
+    ranks.given(lambda: (replace(data, train=_none_of(data.train), test=_none_of(data.test)), True))
+    ranks.spread(_tensors(data), torch.device("cpu"))
+
+
+def _given(ranks: Ranks) -> Source:
+    data, follow = ranks.given(_nothing)
+    return _filled(data, ranks.spread({}, torch.device("cpu"))) if follow else data
 
 
 def _none_of(images: Images) -> Images:

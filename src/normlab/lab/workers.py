@@ -295,7 +295,7 @@ def _work(device: str) -> None:
                 model = trained(settings, data, home, watch, place, tensorboard=job["tensorboard"])
                 # Another process may have measured in a shared folder meanwhile.
                 done = {r["measurement"] for r in read_records(home)} if job.get("keep") else set()
-                open_ = [m for m in measurements_of(job["measure"]) if m.name not in done]
+                open_ = [m for m in measurements_of(job["measure"], settings) if m.name not in done]
                 for record in measured(model, data, settings, open_, watch, place):
                     if job.get("keep"):
                         append_line(home / "results.jsonl", record)

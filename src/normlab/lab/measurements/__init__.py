@@ -17,9 +17,9 @@ from .base import (
     Arguments,
     Budget,
     Kind,
-    Scalar,
     Subject,
     budget,
+    found_values,
     mean_of,
 )  # fmt: skip
 from .between import BETWEEN
@@ -28,8 +28,9 @@ from .filtered import FILTERED
 from .noise import NOISE
 
 __all__ = [
-    "GREY", "MEAN_ERROR", "MEASUREMENTS", "NATURAL", "SCALARS", "UCE", "Arguments", "Budget", "Kind", "Scalar",
-    "Subject", "attack_of", "budget", "conditions", "mean_of", "open_corruptions", "severity_words", "title_of",
+    "GREY", "MEAN_ERROR", "MEASUREMENTS", "NATURAL", "SCALARS", "UCE", "Arguments", "Budget", "Kind", "Subject",
+    "attack_of", "budget", "conditions", "found_values", "mean_of", "open_corruptions", "severity_words",
+    "title_of",
 ]  # fmt: skip
 
 MEASUREMENTS: dict[str, Kind] = {**NOISE, **ATTACKED, **CORRUPTED, **FILTERED, **BETWEEN}

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from ..data import pixels
 from ..predict import Change, Score, answered, batch_size_for, device_of, predictions, score_under
 from ..seeds import generator
+from ..tasks import Metric
+from ..tasks.classification import ACCURACY
+from ..tasks.measuring import described
 
 if TYPE_CHECKING:
     from ..data import Data
 
 __all__ = [
-    "GREY", "MCE", "MEAN_ERROR", "NATURAL", "SCALARS", "UCE", "Arguments", "Budget", "Kind", "Scalar", "Shown",
-    "Subject", "budget", "curve", "mean_of", "nothing_open",
+    "GREY", "MCE", "MEAN_ERROR", "NATURAL", "SCALARS", "UCE", "Arguments", "Budget", "Kind", "Shown",
+    "Subject", "budget", "curve", "found_values", "mean_of", "nothing_open",
 ]  # fmt: skip
 
 
@@ -161,16 +164,18 @@ def nothing_open(data: Data, given: Arguments) -> Arguments:
     return {}
 
 
-class Scalar(NamedTuple):
-    """The unit of a number that a record has besides its accuracy, and which way is better."""
-
-    unit: str
-    higher: bool  # is better
-
-
-_ERROR = Scalar("% error", False)
+_ERROR = Metric("% error", False)
 UCE, MCE, MEAN_ERROR = "uCE over 15", "mCE over 15 against AlexNet", "mean error over 19"
-SCALARS = {UCE: _ERROR, MCE: _ERROR, MEAN_ERROR: _ERROR, "affinity": Scalar("points", True)}
+# Of the numbers that a record has besides its accuracy.
+SCALARS = {UCE: _ERROR, MCE: _ERROR, MEAN_ERROR: _ERROR, "affinity": Metric("points", True)}
+
+
+def found_values(found: dict[str, Any]) -> dict[str, Any]:
+    """What a measurement returned, with its numbers by metric; those without an entry are in no table."""
+    scalars = found.pop("scalars", {})
+    values = {name: found.pop(name) for name in ("accuracy", "loss") if name in found}
+    metrics = {"accuracy": ACCURACY, **{name: SCALARS.get(name, Metric()) for name in scalars}}
+    return {"values": values | scalars, "metrics": described(metrics), **found}
 
 
 def mean_of(record: Mapping[str, Any]) -> str:

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..measurements import MEASUREMENTS, SCALARS, Scalar, mean_of
-from .records import collect, extras, title_of, with_branches
+from ..measurements import MEASUREMENTS, SCALARS, mean_of
+from ..tasks.measuring import metrics_of
+from .records import collect, title_of, with_branches
 from .view import Column, Config, Curve, Series, cell
 
-__all__ = ["curves_of_columns", "is_number", "measured_curves", "scalar_columns", "series_of"]
+__all__ = ["curves_of_columns", "is_number", "measured_curves", "scalar_columns", "series_of", "with_unit"]
 
 # Measurements that differ only in one of these numbers are points of one curve.
 SIZES = {"eps": ("epsilon", "epsilon"), "std": ("standard deviation of the noise", "noise")}
@@ -21,33 +22,44 @@ def is_number(value: Any) -> bool:
 
 
 def scalar_columns(configs: Sequence[Config]) -> list[Column]:
+    """A column for each value of each measurement. The first has the measurement's title, the others their own."""
     columns = []
-    measured = with_branches(configs, collect(configs, "accuracy"))
+    measured = with_branches(configs, collect(configs, "values"))
+    values = {name: {k: [metrics_of(r) for r in found] for k, found in by.items()} for name, by in measured.items()}
     several = Counter(
-        s for by in measured.values() for s in {s for found in by.values() for r in found for s in extras(r)}
+        metric for by in values.values() for metric in {m for found in by.values() for r in found for m in list(r)[1:]}
     )
     titles = Counter(title_of(name, by) for name, by in measured.items())
     for name, by in measured.items():
         first = next(iter(by.values()))[0]
-        what = mean_of(first)
-        cells = {label: cell([float(r["accuracy"]) for r in found]) for label, found in by.items()}
         kind, arguments = str(first.get("kind", "")), dict(first.get("arguments") or {})
         title = title_of(name, by)
         title = title if titles[title] == 1 else name  # for example, they keep other numbers of sample images
-        short = min(name, title, key=len)  # the title reads better than many arguments
-        if not all(r.get("said") for found in by.values() for r in found):  # their error has a column of its own
-            columns.append(Column(title + what, "%", True, cells, short, kind, arguments, bool(what)))
-        scalars = {label: [extras(r) for r in found] for label, found in by.items()}
-        for scalar in dict.fromkeys(k for found in scalars.values() for s in found for k in s):
+        found = values[name]
+        metrics = {m: metric for rows in found.values() for row in rows for m, (_, metric) in row.items()}
+        for k, (metric, about) in enumerate(metrics.items()):
             cells = {
-                k: cell([float(s[scalar]) for s in found])
-                for k, found in scalars.items()
-                if all(scalar in s for s in found)
+                label: cell([row[metric][0] for row in rows])
+                for label, rows in found.items()
+                if all(metric in row for row in rows)
             }
-            known = scalar if several[scalar] == 1 else f"{scalar}, {title}"
-            unit, higher = SCALARS.get(scalar, Scalar("", True))
-            columns.append(Column(known, unit, higher, cells))
+            if k:
+                own = metric if metric in SCALARS else about.of(metric)
+                known = own if several[metric] == 1 else f"{own}, {title}"
+                columns.append(Column(known, about.unit, about.higher, cells, main=metric not in SCALARS,
+                                      metric=about.of(metric)))  # fmt: skip
+            elif not all(r.get("said") for rows in by.values() for r in rows):  # their error has a column of its own
+                what = mean_of(first)
+                short = min(name, title, key=len) if kind in MEASUREMENTS else title
+                # The title reads better than many arguments.
+                columns.append(Column(title + what, about.unit, about.higher, cells, short, kind, arguments,
+                                      bool(what), main=True, metric=about.of(metric)))  # fmt: skip
     return columns
+
+
+def with_unit(column: Column) -> str:
+    """What an axis is of: ``accuracy (%)``."""
+    return f"{column.metric or column.title} ({column.unit})" if column.unit else column.metric or column.title
 
 
 def series_of(curves: Sequence[Mapping[str, Any]]) -> Series:
@@ -67,7 +79,7 @@ def measured_curves(configs: Sequence[Config]) -> list[Curve]:
         x_label, y_label = str(first.get("x_label", "")), str(first.get("y_label", "accuracy (%)"))
         series = {label: series_of([r["curve"] for r in found]) for label, found in by.items()}
         against = (kind.against if kind else "") or "other"
-        percent = kind is not None or "y_label" not in first
+        percent = kind is not None or y_label.endswith("(%)")
         curves.append(Curve(title_of(name, by), against, x_label, y_label, series, percent))
     return curves
 

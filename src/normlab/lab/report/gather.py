@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .columns import curves_of_columns, measured_curves, scalar_columns
 from .configurations import configurations, same, telling
 from .grids import grid_lines, grid_maps
-from .pictures import heat_maps, samples
+from .pictures import heat_maps, made, samples
 from .severities import corruption_columns, severity_curves
 from .training import courses, importances
 from .view import View
@@ -38,6 +38,7 @@ def gather(results: Results | None) -> View:
         heat_maps=heat_maps(configs),
         corruptions=corruption_columns(configs),
         samples=samples(configs),
+        pictures=made(configs),
         courses=courses(configs),
         importance=importances(configs),
         grid_lines=grid_lines(configs, axes, single),

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from ..results import plain
-from .columns import is_number
+from .columns import is_number, with_unit
 from .configurations import label_of, words_of
 from .view import Cell, Column, Config, GridLine, GridMap, Look, Series
 
@@ -45,7 +45,7 @@ def grid_lines(configs: Sequence[Config], axes: Mapping[str, list[Any]], columns
                     look = Look(members[0].look.colour, dash)
                     series[label] = (look, Series([x for x, _ in points], [c for _, c in points]))
             if series:
-                lines.append(GridLine(column.title, column.unit, words_of(axis), series))
+                lines.append(GridLine(column.title, column.unit, words_of(axis), series, with_unit(column)))
     return lines
 
 
@@ -88,6 +88,7 @@ def grid_maps(configs: Sequence[Config], axes: Mapping[str, list[Any]], columns:
                         ordered[down],
                         ordered[across],
                         cells,
+                        with_unit(column),
                     )
                 )
     return maps

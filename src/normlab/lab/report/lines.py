@@ -116,7 +116,7 @@ def grid_line(found: GridLine) -> str:
     series = [Line(k, look, s.x, s.cells) for k, (look, s) in found.series.items()]
     values = sorted({x for line in series for x in line.x})
     log = values[0] > 0 and values[-1] / values[0] >= 8
-    y_label = "accuracy (%)" if found.unit == "%" else found.unit
+    y_label = found.y_label
     return lines(series, found.x_label + (" (log scale)" if log else ""), y_label,
                  f"{found.title} against {found.x_label}", limits=PERCENT if found.unit == "%" else None, log=log,
                  ticks=values if len(values) <= 8 else None)  # fmt: skip
@@ -136,6 +136,12 @@ def mean_line(seeds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple
     return reached, [sum(b[e] for b in by) / len(by) for e in reached]
 
 
+def room(values: Sequence[float]) -> float:
+    """Pixels left of an axis for its numbers; those of small values have more digits."""
+    largest = max(map(abs, values), default=1.0)
+    return 38 if 0.1 <= largest < 10_000 else 54
+
+
 def draw_seeds(
     axes: Axes, seeds: Sequence[tuple[list[float], list[float]]], look: Look, ls: Any, *, faint: bool,
     lw: float | None = None,
@@ -153,7 +159,7 @@ def draw_seeds(
 def course(found: Course, look: Look, quantity: str, limits: tuple[float, float]) -> str:
     """Train (dashed) and test (solid) of one configuration; of a second stream, thin."""
     figure = new(200)
-    axes = place(figure, 38, 40, 42 + 6.5 * max((len(s) + 1 for s in found.streams), default=0), 24)
+    axes = place(figure, room(limits), 40, 42 + 6.5 * max((len(s) + 1 for s in found.streams), default=0), 24)
     ends = []
     for stream in found.streams or ("",):
         for side, ls in (("train", (0, (3, 1.5))), ("test", "-")):
@@ -176,7 +182,8 @@ def overview(found: Sequence[Course], looks: Mapping[str, Look], quantity: Quant
     shown = [c for c in found if quantity in c.lines]
     named = direct([c.label for c in shown])
     figure = new(235)
-    axes = place(figure, 38, 40, 12 + (6.5 * max(len(c.label) for c in shown) if named else 0), 24)
+    values = [v for c in shown for _, y in c.lines[quantity] for v in y if math.isfinite(v)]
+    axes = place(figure, room(values), 40, 12 + (6.5 * max(len(c.label) for c in shown) if named else 0), 24)
     ends = [(c.label, colour(looks[c.label]), draw_seeds(axes, c.lines[quantity], looks[c.label], dash(looks[c.label]),
                                                      faint=len(shown) <= 8)) for c in shown]  # fmt: skip
     epochs(axes, with_unit(quantity.what))

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from .columns import with_unit
 from .drawing import (
     INK,
     MUTED,
@@ -26,7 +27,7 @@ from .drawing import (
 from .lines import label_ends
 from .palette import COLOURS, POOLS
 from .view import Column, Comparison, Config, Importance, Look
-from .words import MARKS, decimals, show
+from .words import MARKS, capital, decimals, show
 
 __all__ = ["bars", "comparison", "importance", "importance_course", "swatch"]
 
@@ -40,7 +41,8 @@ def bars(column: Column, configs: Sequence[Config]) -> str:
     each, left, right = 31 if above else 19, 8 if above else 12 + 6 * longest, 86
     figure = new(each * len(there) + 46)
     axes = place(figure, left, 38, right, 8)
-    places = decimals(list(column.cells.values()))
+    places = decimals(list(column.cells.values()), column.unit)
+    limits = bounds(column)
     text: Any = {"textcoords": "offset points", "va": "center", "color": INK, "annotation_clip": False}
     for y, config in enumerate(there):
         c, mark = column.cells[config.label], MARKS[column.verdict.mark(config.label)]
@@ -48,16 +50,29 @@ def bars(column: Column, configs: Sequence[Config]) -> str:
         if math.isfinite(c.mean):
             axes.barh(middle, c.mean, height=0.42 if above else 0.68, color=colour(config.look))
             axes.errorbar(c.mean, middle, xerr=c.error or None, fmt="none", ecolor=INK, elinewidth=1.3)
-        where: Any = ((0, y - 0.25), (0, 0)) if above else ((0, y), (-6, 0))
+        where: Any = ((limits[0], y - 0.25), (0, 0)) if above else ((limits[0], y), (-6, 0))
         axes.annotate(config.label, *where, ha="left" if above else "right", **text)
-        axes.annotate(f"{show(c, places)} {mark}", (100, middle), (8, 0), **text)
-    axes.set_xlim(0, 100)
+        axes.annotate(f"{show(c, places)} {mark}", (limits[1], middle), (8, 0), **text)
+    axes.set_xlim(*limits)
     axes.set_ylim(len(there) - 0.5, -0.5)
     axes.set_yticks([])
-    axes.set_xticks([0, 25, 50, 75, 100])
+    if column.unit == "%":
+        axes.set_xticks([0, 25, 50, 75, 100])
     rows_of_marks(axes)
-    axes.set_xlabel("accuracy (%)")
-    return svg(figure, f"Accuracy of every configuration, {column.title}; the table below has the numbers")
+    what = column.metric or "value"
+    axes.set_xlabel(with_unit(column) + ("" if column.higher else ", lower is better"))
+    alt = f"{capital(what)} of every configuration, {column.title}; the table below has the numbers"
+    return svg(figure, alt)
+
+
+def bounds(column: Column) -> tuple[float, float]:
+    """From zero, where all bars begin, to 100 per cent or beyond the longest."""
+    if column.unit == "%":
+        return 0.0, 100.0
+    ends = [c.mean + s * (c.error or 0) for _, c in column.ranked() for s in (-1, 1)]
+    low, high = min(0.0, *ends), max(0.0, *ends)
+    margin = 0.04 * ((high - low) or 1.0)
+    return (low - margin if low < 0 else 0.0), (high + margin if high > 0 else 0.0)
 
 
 def shade(pool: str, pools: Sequence[str]) -> str:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.messages import words
 from ..results import plain
+from ..tasks import short_name
 from . import lines, maps, marks
 from .configurations import words_of
 from .drawing import again
 from .gather import gather
 from .palette import COLOURS, POOLS
 from .view import Cell, Comparison, ComparisonRow, Config, Curve, Quantity, View
-from .words import MARKS, caption, decimals, legend, reading, show, signed, terms
+from .words import MARKS, capital, caption, decimals, legend, reading, show, signed, terms
 
 if TYPE_CHECKING:
     from ..results import Results
@@ -118,6 +119,7 @@ def render(
         "swatch": lambda look, line=True: safe(again(swatch(look, line), next(place))),
         "show": show,
         "signed": signed,
+        "capital": capital,
         "places": places,
         "decimals": decimals,
         "across": across,
@@ -169,7 +171,8 @@ def sections(values: dict[str, Any]) -> list[tuple[str, str]]:
 def title_of(view: View) -> str:
     if not view.configs:
         return "Report"
-    model, data = view.common.get("model"), view.common.get("data")
+    model, data, task = (view.common.get(name) for name in ("model", "data", "task"))
+    model = model if task in (None, "classification") else short_name(str(task))
     where = f"{model} on {data}" if model and data else str(model or data or "")
     what = "normalizers compared" if "norm" in view.axes else "results"
     return f"{where}: {what}" if where else what.capitalize()
@@ -193,7 +196,8 @@ def images(view: View) -> str:
     in_table = [r for r in records if not ("curve" in r or "grid" in r) or r.get("at")] or records
     counts = sorted({r["n"] for r in in_table if isinstance(r.get("n"), int)})
     between = " to ".join(f"{n:,}" for n in dict.fromkeys((*counts[:1], *counts[-1:])))
-    return f"Measured on {between} test images" if counts else ""
+    what = "images" if all(run.settings.task == "classification" for c in view.configs for run in c.runs) else "samples"
+    return f"Measured on {between} test {what}" if counts else ""
 
 
 def streams_note(view: View) -> str:
@@ -340,7 +344,7 @@ def grid_map_blocks(view: View, safe: Any) -> list[tuple[str, str, list[tuple[st
         here = [g for g in view.grid_maps if g.title == title]
         means = {g.panel: [[c.mean for c in g.cells.values()]] for g in here}
         scale = maps.scale_of(means)
-        bar = safe(maps.colour_bar(scale, "accuracy (%)" if here[0].unit == "%" else title))
+        bar = safe(maps.colour_bar(scale, here[0].metric))
         blocks.append(
             (title, bar, [(g.panel or f"{g.row_name} by {g.column_name}", safe(maps.grid_map(g, scale))) for g in here])
         )
@@ -355,7 +359,7 @@ def overviews(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[Q
 
 def course_blocks(view: View, configs: dict[str, Config], safe: Any) -> list[tuple[str, list[tuple[str, str]]]]:
     blocks = []
-    for quantity in ("accuracy", "loss"):
+    for quantity in dict.fromkeys(("accuracy", "loss", *(q.what for c in view.courses for q in c.lines))):
         limits = lines.course_limits(view.courses, quantity)
         here = [c for c in view.courses[:LIMIT] if any(q.what == quantity for q in c.lines)]
         drawings = [(c.label, safe(lines.course(c, configs[c.label].look, quantity, limits))) for c in here]

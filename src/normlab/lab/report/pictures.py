@@ -10,9 +10,9 @@ from typing import Any
 from ..measurements import MEASUREMENTS
 from ..measurements import title_of as measured_title
 from .records import branch_of, collect, given_to, title_of
-from .view import Config, HeatMap, Samples
+from .view import Config, HeatMap, Made, Samples
 
-__all__ = ["heat_maps", "mean_grid", "samples"]
+__all__ = ["heat_maps", "made", "mean_grid", "samples"]
 
 WHO = ("branch", "mix", "of", "branches")  # arguments that say which of a model's branches is measured
 
@@ -62,6 +62,28 @@ def samples(configs: Sequence[Config]) -> list[Samples]:
             title = f"{title}, {branch_of(next(iter(by.values()))[0])}"
         shown.append(Samples(title, before, [str(c) for c in first["label"]], after))
     return shown
+
+
+def made(configs: Sequence[Config]) -> list[Made]:
+    """The pictures of records, by their titles."""
+    found: dict[str, dict[str, list[tuple[str, str]]]] = {}
+    for config in configs:
+        for record in config.runs[0].records if config.runs else ():
+            for picture in record.get("pictures") or ():
+                name = str(picture["title"])
+                several = f"{name}, {record['measurement']}" if config.label in found.get(name, {}) else name
+                found.setdefault(several, {})[config.label] = addresses(picture)
+    return [Made(title, rows) for title, rows in found.items()]
+
+
+def addresses(picture: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A picture as images of a page. A drawing in an img element runs no script."""
+    captions = list(picture.get("captions") or ())
+    files = [("png", data) for data in png(picture["images"], picture["shape"])] if picture.get("images") else []
+    files += [("svg+xml", picture["svg"].encode())] if picture.get("svg") else []
+    captions += [""] * (len(files) - len(captions))
+    return [(f"data:image/{kind};base64,{base64.b64encode(data).decode()}", str(said))
+            for (kind, data), said in zip(files, captions, strict=False)]  # fmt: skip
 
 
 def png(encoded: str, shape: Sequence[int]) -> list[bytes]:

@@ -7,12 +7,12 @@ from typing import Any
 
 from ...engine.messages import words
 from ..evaluate import Measurement
-from ..measurements import MEAN_ERROR, UCE
+from ..measurements import MEAN_ERROR, UCE, found_values
 from ..measurements import title_of as measured_title
 from ..results import plain
 from .view import Config
 
-__all__ = ["Found", "branch_of", "collect", "extras", "given_to", "title_of", "with_branches"]
+__all__ = ["Found", "branch_of", "collect", "given_to", "title_of", "with_branches"]
 
 Found = dict[str, dict[str, list[Mapping[str, Any]]]]  # measurement -> label -> records
 
@@ -32,11 +32,6 @@ def title_of(name: str, by: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """The title in words if all records share it, else the name: defaults may differ with the data."""
     titles = {str(r.get("title", name)) for found in by.values() for r in found}
     return titles.pop() if len(titles) == 1 else name
-
-
-def extras(record: Mapping[str, Any]) -> Mapping[str, float]:
-    """Numbers of a record besides its accuracy, such as uCE."""
-    return record.get("scalars") or {}
 
 
 def with_branches(configs: Sequence[Config], found: Found) -> Found:
@@ -87,8 +82,8 @@ def points_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         errors = errors_named(own, value) if kind == "corruptions" else {}
         points.append({
             "measurement": Measurement(kind, texts).name, "title": measured_title(kind, own, pair), "kind": kind,
-            "arguments": own, **who, "accuracy": 100 - value if kind == "corruptions" else value,
-            "scalars": errors, "said": bool(errors),
+            "arguments": own, **who, "said": bool(errors),
+            **found_values({"accuracy": 100 - value if kind == "corruptions" else value, "scalars": errors}),
         })  # fmt: skip
     return points
 

@@ -98,5 +98,5 @@ def clean_accuracies(config: Config, where: Evaluation) -> list[float]:
     found = []
     for run in config.runs:
         like = next((seen(r) for r in run.records if r.get("corruptions") and evaluation(r) == where), None)
-        found += [r["accuracy"] for r in run.records if r.get("kind") == "clean" and seen(r) == like][:1]
+        found += [r["values"]["accuracy"] for r in run.records if r.get("kind") == "clean" and seen(r) == like][:1]
     return found

@@ -102,7 +102,7 @@ def entry(column: Column, label: str) -> str:
     if c is None:
         return "\N{EN DASH}"
     mark = MARKS[column.verdict.mark(label)] or " "
-    return f"{show(c, decimals(list(column.cells.values())))} {mark}"
+    return f"{show(c, decimals(list(column.cells.values()), column.unit))} {mark}"
 
 
 def cell_text(text: str) -> str:

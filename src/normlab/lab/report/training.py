@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import LabError
+from ..tasks.measuring import metrics_of
 from .columns import is_number
 from .view import Config, Course, Importance, Quantity
 
@@ -24,7 +25,7 @@ ATTACKED = {
 
 def streams_of(config: Config) -> tuple[str, ...]:
     """The two streams of images that the runs were trained on, the tested one first; empty if there is one stream."""
-    from ..recipes import recipe
+    from ..tasks.classification import recipe
 
     try:
         trained = recipe(config.runs[0].settings.recipe)
@@ -53,7 +54,7 @@ def courses(configs: Sequence[Config]) -> list[Course]:
     for config in configs:
         lines = {}
         streams = streams_of(config)
-        for quantity, keys in quantities(streams).items():
+        for quantity, keys in (quantities(streams) if classifies(config) else logged_by(config)).items():
             seeds = []
             for run in config.runs:
                 logged = [(h["epoch"], h[k]) for h in run.history for k in keys if is_number(h.get(k))]
@@ -63,6 +64,26 @@ def courses(configs: Sequence[Config]) -> list[Course]:
                 lines[quantity] = seeds
         if lines:
             found.append(Course(config.label, lines, streams))
+    return found
+
+
+def classifies(config: Config) -> bool:
+    return config.runs[0].settings.task == "classification"
+
+
+def logged_by(config: Config) -> dict[Quantity, tuple[str, ...]]:
+    """What the log of another task has: its metrics are of the test part, and all else is of training."""
+    metrics = {k: m for run in config.runs for r in run.records for k, (_, m) in metrics_of(r).items()}
+    names = dict.fromkeys(k for run in config.runs for line in run.history for k, v in line.items() if is_number(v))
+    found = {}
+    for name in names:
+        if name in metrics:
+            unit = metrics[name].unit
+            found[Quantity("test", metrics[name].of(name) + (f" ({unit})" if unit else ""))] = (name,)
+        elif name not in ("epoch", "lr", "seconds", "ranks"):
+            side, _, what = name.partition("_")
+            known = side if side in ("train", "test") and what else "train"
+            found[Quantity(known, (what if known == side else name).replace("_", " "))] = (name,)
     return found
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEST", "LEVEL", "Cell", "Column", "Comparison", "ComparisonRow", "Config", "Course", "Curve", "Evaluation", "Gap",
-    "GridLine", "GridMap", "HeatMap", "Importance", "Look", "Quantity", "Samples", "Series", "Verdict", "View",
+    "GridLine", "GridMap", "HeatMap", "Importance", "Look", "Made", "Quantity", "Samples", "Series", "Verdict", "View",
     "cell", "gap",
 ]  # fmt: skip
 
@@ -104,13 +104,15 @@ class Column:
     """One measurement for every configuration."""
 
     title: str  # with every number and its units
-    unit: str  # "%" or ""
+    unit: str  # "%", "dB"; "" for a number without one
     higher: bool  # is better
     cells: Mapping[str, Cell]  # by label; a configuration that was not measured is absent
     short: str = ""  # for sentences; the title where there is none
     kind: str = ""  # of the measurement, "bim"
     arguments: Mapping[str, Any] = field(default_factory=dict)
     whole: bool = False  # the mean of a curve or map: its figure says more than a cell or a sentence could
+    main: bool = False  # what the measurement is about, which sentences and bars tell
+    metric: str = ""  # in words, "accuracy"
 
     @property
     def name(self) -> str:
@@ -233,6 +235,7 @@ class GridMap:
     rows: list[Any]
     columns: list[Any]
     cells: Mapping[tuple[Any, Any], Cell]
+    metric: str = ""  # with its unit
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,7 @@ class GridLine:
     unit: str
     x_label: str
     series: Mapping[str, tuple[Look, Series]]
+    y_label: str = ""
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,14 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Made:
+    """Pictures that trained networks made, those of the first seed of each configuration."""
+
+    title: str
+    rows: Mapping[str, list[tuple[str, str]]]  # by label: address and caption of each
+
+
+@dataclass(frozen=True)
 class View:
     configs: list[Config]
     axes: dict[str, list[Any]]  # settings that tell configurations apart, and their values
@@ -283,6 +295,7 @@ class View:
     heat_maps: list[HeatMap]
     corruptions: dict[Evaluation, list[Column]]  # one a corruption: mean over severities
     samples: list[Samples]
+    pictures: list[Made]
     courses: list[Course]
     importance: list[Importance]
     grid_lines: list[GridLine]
@@ -299,5 +312,11 @@ class View:
 
     @property
     def compared(self) -> list[Column]:
-        """The accuracies that have two or more to compare, without means of curves and maps."""
-        return [c for c in self.columns if len(c.ranked()) > 1 and c.unit == "%" and not c.whole]
+        """What has two or more to compare, without further values and means of curves and maps."""
+        return [c for c in self.columns if len(c.ranked()) > 1 and c.main and not c.whole]
+
+    @property
+    def percent(self) -> str:
+        """What the columns in per cent are of: "accuracy". Their heads then need no unit."""
+        found = {c.metric for c in self.columns if c.unit == "%" and c.main}
+        return found.pop() if len(found) == 1 else ""

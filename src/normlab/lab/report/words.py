@@ -29,10 +29,18 @@ TERMS = {
 }
 
 
-def decimals(cells: Sequence[Cell]) -> int:
-    """Two places where a standard error would read 0.0 with one; the same for a whole column."""
+def decimals(cells: Sequence[Cell], unit: str = "%") -> int:
+    """Two places where a standard error would read 0.0 with one; the same for a whole column. Small numbers that are
+    none of per cent have three digits.
+    """
     errors = [c.error for c in cells if c.error]
-    return 2 if errors and min(errors) < 0.05 else 1
+    least = 2 if errors and min(errors) < 0.05 else 1
+    largest = max((abs(c.mean) for c in cells if math.isfinite(c.mean)), default=0.0)
+    return least if unit == "%" or not largest else max(least, min(6, 2 - math.floor(math.log10(largest))))
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def show(cell: Cell, places: int = 1) -> str:
@@ -50,10 +58,15 @@ def signed(points: float, places: int = 1) -> str:
     return f"{points:+.{places}f}".replace("-", MINUS)
 
 
-def apart(found: Gap) -> str:
-    """Points, and their standard error where it is known: ``+2.5 ± 0.8``."""
+def points(column: Column) -> str:
+    """The unit of a difference."""
+    return "points" if column.unit == "%" else column.unit or "points"
+
+
+def apart(found: Gap, column: Column) -> str:
+    """A difference, and its standard error where it is known: ``+2.5 ± 0.8``."""
     size = abs(found.points) if found.error is None else min(abs(found.points), found.error or math.inf)
-    places = 2 if size < 0.05 else 1
+    places = max(2 if size < 0.05 else 1, decimals(list(column.cells.values()), column.unit) * (column.unit != "%"))
     return signed(found.points, places) + (f" ± {found.error:.{places}f}" if found.error is not None else "")
 
 
@@ -61,7 +74,7 @@ def caption(view: View) -> str:
     """What a number of the table is."""
     n = str(view.seeds[0]) if len(view.seeds) == 1 else "n"
     spread = f"mean ± standard error (SE) over {n} seeds" if view.repeated else "one run each, so no standard error"
-    return f"{'Accuracy (%), ' * any(c.unit == '%' for c in view.columns)}{spread}"
+    return f"{capital(view.percent)} (%), {spread}" if view.percent else spread
 
 
 def legend(view: View, *, bold: bool = False) -> str:
@@ -108,14 +121,15 @@ def answer(view: View) -> str:
 
 def leads(columns: Sequence[Column]) -> list[str]:
     """The measurements of one winner, with its lead over the second, who is named once in a row."""
-    found, named = [], ""
+    found, named, unit = [], "", ""
     for column in columns:
         verdict, second = column.verdict, column.ranked()[1][0]
         assert verdict.lead
-        over = "" if second == named else f" points over {spoken(second)}"
+        over = "" if second == named else f" over {spoken(second)}"
+        over = over if over == "" and points(column) == unit else f" {points(column)}{over}"
         unsure = ", likely but not certain" if verdict.errors < CLEAR else ""
-        found.append(f"{column.name} ({apart(verdict.lead)}{over}{unsure})")
-        named = second
+        found.append(f"{column.name} ({apart(verdict.lead, column)}{over}{unsure})")
+        named, unit = second, points(column)
     return found
 
 
@@ -135,9 +149,13 @@ def extent(view: View) -> str:
     runs = sum(len(c.runs) for c in view.configs)
     count = f"{runs} run{'s' * (runs > 1)}"
     if len(view.configs) > 1:
-        return f"{len(view.configs)} configurations, {count}: there is no accuracy yet that two of them share."
+        return f"{len(view.configs)} configurations, {count}: there is no measurement yet that two of them share."
     label = view.configs[0].label
-    found = [f"{show(c.cells[label])}{c.unit and f' {c.unit}'} on {c.name}" for c in view.columns[:TOLD]]
+    found = [
+        f"{show(c.cells[label], decimals([c.cells[label]], c.unit))}{c.unit and f' {c.unit}'} on {c.name}"
+        for c in view.columns[:TOLD]
+        if label in c.cells
+    ]
     return f"{spoken(label)}, {count}: {words(found) if found else 'no measurement yet'}."
 
 
@@ -153,12 +171,13 @@ def against_none(view: View) -> str:
     if list(view.axes) != ["norm"] or None in pair:
         return ""
     none, batch = (str(label) for label in pair)
+    same = all(points(c) == "points" for c in view.compared[:TOLD])
     changes = [
-        f"{apart(gap(c.cells[batch], c.cells[none]))} on {c.name}"
+        f"{apart(gap(c.cells[batch], c.cells[none]), c)}{'' if same else f' {points(c)}'} on {c.name}"
         for c in view.compared[:TOLD]
         if {none, batch} <= {label for label, _ in c.ranked()}
     ]
-    return f"Batch norm against no normalization, in points: {words(changes)}." if changes else ""
+    return f"Batch norm against no normalization{', in points' * same}: {words(changes)}." if changes else ""
 
 
 def without_output(view: View) -> str:

@@ -126,7 +126,7 @@ class Cells:
 def _value(record: Mapping[str, Any], key: str) -> float | None:
     """A value of a record; ``corruptions.gaussian_noise`` is the mean over severities of one corruption."""
     outer, _, inner = key.partition(".")
-    found = record.get(outer, record.get("scalars", {}).get(outer))
+    found = record.get(outer, record.get("values", {}).get(outer))
     if inner:
         found = (found or {}).get(inner)
         found = None if found is None else sum(found) / len(found)

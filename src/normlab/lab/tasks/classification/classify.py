@@ -6,18 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import set_radius
-from ...engine.messages import words
-from ...engine.numerics import widest
-from ...layers import SparseSwitchNorm
-from ..errors import LabError
-from ..mixing import branches_of
-from ..predict import among, check_logits
+from .... import set_radius
+from ....engine.messages import words
+from ....engine.numerics import widest
+from ....layers import SparseSwitchNorm
+from ...errors import LabError
+from ...mixing import branches_of
+from ...predict import among, check_logits
 from . import Batch, Context, Phase, Recipe
 
 __all__ = ["RECIPE", "Classify", "check_conditions"]
 
 _TEST_BATCH = 1000
+_TEST_VALUES = _TEST_BATCH * 3 * 64 * 64  # fewer images at once where they are larger
 
 
 class Classify(Recipe):
@@ -31,11 +32,12 @@ class Classify(Recipe):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
         """Accuracy in per cent and mean cross entropy on the test set. Reads from the device once."""
-        from ..data import pixels
+        from ...data import pixels
 
         x, y = ctx.data.test
         sums = torch.zeros(2, device=ctx.device, dtype=widest(ctx.device))
-        for images, labels in zip(x.split(_TEST_BATCH), y.split(_TEST_BATCH), strict=True):
+        size = max(1, min(_TEST_BATCH, _TEST_VALUES // x.shape[1:].numel()))
+        for images, labels in zip(x.split(size), y.split(size), strict=True):
             logits = model(pixels(images)).float()
             correct = among(logits, labels, 1).sum()
             sums += torch.stack([correct, F.cross_entropy(logits, labels, reduction="sum")])
@@ -52,7 +54,7 @@ class Classify(Recipe):
         self.check(model)
         return [Phase("model", model, self.step)]
 
-    def start_epoch(self, model: nn.Module, progress: float) -> bool:
+    def start_epoch(self, model: nn.Module, progress: float, ctx: Context) -> bool:
         """Set the radius of sparse switchable norms. Weights that became one-hot are no longer learned."""
         sparse = any(isinstance(m, SparseSwitchNorm) for m in model.modules())
         if sparse:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import LabError
-from ..texts import split
+from ...errors import LabError
+from ...texts import split
 
 if TYPE_CHECKING:
-    from ..data import Data
+    from ...data import Data
 
 __all__ = ["Maker", "Part", "check_maker", "cross_entropy", "made", "parse_maker"]
 
@@ -47,7 +47,7 @@ def _step(text: str) -> Maker:
     # Images as they are, cropped or mirrored stay bytes, a quarter of the memory.
     if text in ("identity", "standard"):
         return _identity if text == "identity" else _standard
-    from ..augmentations import parse_augmentation
+    from ...augmentations import parse_augmentation
 
     return parse_augmentation(text)
 
@@ -57,7 +57,7 @@ def _identity(x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> T
 
 
 def _standard(x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> Tensor:
-    from ..data import augment
+    from ...data import augment
 
     return augment(x, data, generator)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..errors import LabError
-from ..predict import check_logits
+from ...errors import LabError
+from ...predict import check_logits
 from . import Batch, Context
 from .classify import Classify
 from .makers import Maker, Part, cross_entropy, made, parse_maker
@@ -25,16 +25,15 @@ class Augmented(Classify):
     def __repr__(self) -> str:
         return self.text or f"augmented({self.maker})"
 
-    def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
+    def prepare(self, batch: Batch, ctx: Context, generator: torch.Generator) -> Batch:
         if not ctx.settings.augment:
             raise LabError("the recipe augmented says how images are changed; leave augment as it is, and write "
                            "augmented(identity) for images as they are")  # fmt: skip
-        part = made(self.maker, x, y, ctx.data, generator, repr(self))
-        return Batch(part.x, part.y, (part.other, part.weight))
+        return Batch(made(self.maker, batch.x, batch.y, ctx.data, generator, repr(self))._asdict())
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         logits = check_logits(model, model(batch.x), batch.x, ctx.data)  # [B, classes]
-        part = Part(batch.x, batch.y, *batch.more)
+        part = Part(**batch)
         loss = cross_entropy(logits, part, ctx.settings.label_smoothing)
         return {"loss": loss, "train_accuracy": 100 * (logits.argmax(1) == batch.y).float().mean()}
 

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.messages import nearest, words
-from ...model.routing import route
-from ..attacks import KINDS, Attack
-from ..augmentations import AUGMENTATIONS
-from ..errors import LabError
-from ..mixing import branches_of
-from ..predict import check_logits
-from ..texts import flag
+from ....engine.messages import nearest, words
+from ....model.routing import route
+from ...attacks import KINDS, Attack
+from ...augmentations import AUGMENTATIONS
+from ...errors import LabError
+from ...mixing import branches_of
+from ...predict import check_logits
+from ...texts import flag
 from . import Batch, Context, Phase
 from .adversarial import Adversary, attacked_score, check_statistics, parse_adversary
 from .classify import Classify, check_conditions
 from .makers import Maker, Part, check_maker, cross_entropy, made, parse_maker
 
 if TYPE_CHECKING:
-    from ..data import Data
+    from ...data import Data
 
 __all__ = ["Part", "Stream", "TwoStreams", "make", "two_streams"]
 
@@ -56,10 +56,10 @@ class TwoStreams(Classify):
     def __repr__(self) -> str:
         return self.text or f"two_streams({self.streams})"
 
-    def images(self, x: Tensor, y: Tensor, ctx: Context, generator: torch.Generator) -> Batch:
-        """The images of both streams, each augmented independently."""
-        parts = self._parts(x, y, ctx.data, generator)
-        return Batch(parts[0].x, parts[0].y, (parts[0].other, parts[0].weight, *parts[1]))
+    def prepare(self, batch: Batch, ctx: Context, generator: torch.Generator) -> Batch:
+        """The images of both streams, each augmented independently; names of the second one end in 2."""
+        first, second = self._parts(batch.x, batch.y, ctx.data, generator)
+        return Batch({**first._asdict(), **{f"{name}2": t for name, t in second._asdict().items()}})
 
     def _parts(self, x: Tensor, y: Tensor, data: Data, generator: torch.Generator) -> list[Part]:
         found = [_made(stream, x, y, data, generator) for stream in self.streams]
@@ -88,7 +88,7 @@ class TwoStreams(Classify):
 
         Makers read from ``data`` what may be mirrored and cropped, and the mean colour.
         """
-        from ..data import check_batch, check_data, pixels
+        from ...data import check_batch, check_data, pixels
 
         self.check(model)
         check_data(data, "loss")
@@ -205,7 +205,7 @@ def two_streams(
     >>> from torch import nn
     >>> from normlab import convert
     >>> from normlab.lab import Data, Images, Settings, fit
-    >>> from normlab.lab.recipes.streams import two_streams
+    >>> from normlab.lab.tasks.classification.streams import two_streams
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
     >>> net = convert(net, "auxiliary")                                        # branches main and aux
     >>> x, y = torch.randint(256, (64, 1, 8, 8), dtype=torch.uint8), torch.randint(2, (64,))
@@ -214,7 +214,7 @@ def two_streams(
     ...     noise = torch.randn(x.shape, generator=generator, device=generator.device)
     ...     return (x / 255 + 0.2 * noise).clamp(0, 1)
     >>> streams = two_streams(main="identity", aux=noisy)
-    >>> history = fit(net, data, Settings(epochs=2, batch_size=16), recipe=streams)
+    >>> history = fit(net, data, Settings(epochs=2, batch_size=16), task=streams)
     >>> sorted(history.epochs[-1])[:4]
     ['accuracy', 'aux_accuracy', 'aux_loss', 'aux_test_loss']
 
@@ -276,5 +276,4 @@ def _made(stream: Stream, x: Tensor, y: Tensor, data: Data, generator: torch.Gen
 
 
 def _parts(batch: Batch) -> list[Part]:
-    other, weight, *second = batch.more
-    return [Part(batch.x, batch.y, other, weight), Part(*second)]
+    return [Part(*(batch[f"{name}{n}"] for name in Part._fields)) for n in ("", "2")]

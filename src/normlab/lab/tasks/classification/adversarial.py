@@ -1,7 +1,7 @@
 """Adversarial training: every image of a batch is attacked through the present model, which learns the results.
 
 ``adversarial(eps=4/255, units=pixels, steps=4, step=2/255)`` is a recipe. ``pgd(...)`` with the same arguments makes
-the images of one of two streams (:mod:`normlab.lab.recipes.streams`).
+the images of one of two streams (:mod:`normlab.lab.tasks.classification.streams`).
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ...engine.messages import nearest
-from ...model.calibrate import averaging
-from ..attacks import KINDS, Attack
-from ..errors import LabError
-from ..predict import Score, counted, score_under
-from ..seeds import generator
-from ..texts import flag, one_of, step, within
+from ....engine.messages import nearest
+from ....model.calibrate import averaging
+from ...attacks import KINDS, Attack
+from ...errors import LabError
+from ...predict import Score, counted, score_under
+from ...seeds import generator
+from ...texts import flag, one_of, step, within
+from .. import Metric
 from . import Batch, Context, Phase, arguments
 from .classify import Classify
 
 if TYPE_CHECKING:
-    from ..data import Data
+    from ...data import Data
 
 __all__ = ["Adversarial", "Adversary", "attacked_score", "make", "parse_adversary"]
 
@@ -145,7 +146,9 @@ def attacked_score(model: nn.Module, ctx: Context, attack: Attack) -> Score:
 class Adversarial(Classify):
     """Cross entropy of attacked images alone; the robust accuracy of each epoch is logged beside the clean one."""
 
-    score = "attacked_accuracy"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "attacked_accuracy": Metric("%", True, "accuracy under attack"), **Classify.metrics
+    }  # fmt: skip
 
     def __init__(self, adversary: Adversary | Attack, text: str = "") -> None:
         self.adversary = Adversary(adversary) if isinstance(adversary, Attack) else adversary
@@ -156,7 +159,7 @@ class Adversarial(Classify):
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         attacked = self.adversary(model, batch.x, batch.y, ctx.generator, ctx.data)
-        return super().step(model, batch._replace(x=attacked), ctx)
+        return super().step(model, batch.with_(x=attacked), ctx)
 
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
         found = attacked_score(model, ctx, self.adversary.attack)
