@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..engine.arguments import check_arguments
-from ..engine.messages import nearest
+from ..engine.messages import nearest, shown
 from ..statistics.mixture import Mixture
 from ..statistics.modes import Modes
 from ..statistics.pools import Pool
@@ -61,8 +61,8 @@ class SwitchNorm(OverBatch):
         act: str | None = None,
     ) -> None:
         if weighting is not None and weighting not in self._weightings:
-            known = nearest(str(weighting), self._weightings)
-            raise ValueError(f"{type(self).__name__} has no weighting {weighting!r}; {known}")
+            known = nearest(weighting, self._weightings)
+            raise ValueError(f"{type(self).__name__} has no weighting {shown(weighting)}; {known}")
         check_arguments(last_gamma=last_gamma, moving_average=moving_average)
         statistics = Mixture.of(
             self._pools if pools is None else pools,

@@ -123,6 +123,7 @@ def convert(
             done.notes.append(f"{names[0]} is also {words(names[1:])}, and stays one layer")
         if hooks_of(module):
             done.notes.append(f"hooks of {names[0] or 'the model'} run on the new layer too")
+    source = None  # it holds a parameter, and left_behind() counts who does
     if last:
         ends = [names[0] for names, module in found if id(module) in made and id(module) in last]
         if not ends:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..engine.messages import words
 
 
-def left_behind(before: Iterable[nn.Parameter], model: nn.Module) -> str:
+def left_behind(before: list[nn.Parameter], model: nn.Module) -> str:
     """A sentence where an optimizer holds some of the parameters of ``before`` that the model lost; or nothing.
 
     Nothing on a parameter shows that an optimizer has it. So this looks at all objects that Python's garbage collector
-    knows, which takes about a tenth of a second, but only where the process has made an optimizer.
+    knows, which takes a tenth of a second and more. It does so only where the process has made an optimizer, and
+    something besides a module holds a parameter.
     """
-    gone = {id(p) for p in before} - {id(p) for p in model.parameters()}
-    if not gone or not (kinds := _made(Optimizer)):
+    now = {id(p) for p in model.parameters()}
+    gone = {id(p): p for p in before if id(p) not in now}
+    if not gone or not (kinds := _made(Optimizer)) or not _held(gone):
         return ""
     found = [weakref.ref(o) for o in gc.get_objects() if type(o) in kinds and _holds(o, gone)]
     if found:
@@ -34,6 +38,15 @@ def left_behind(before: Iterable[nn.Parameter], model: nn.Module) -> str:
     )
 
 
+def _held(gone: dict[int, nn.Parameter]) -> bool:
+    """Whether more holds one of these than a module, the caller's list and ``gone``: by its number of references."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(0))
+    listed, named = [module.weight], {0: module.weight}
+    usual = max(sys.getrefcount(p) for p in named.values())
+    return bool(listed) and any(sys.getrefcount(p) > usual for p in gone.values())
+
+
 def _made(kind: type[Optimizer]) -> set[type[Optimizer]]:
     """The classes of optimizers of which there has been one. Making one puts a profiler's hook on the class's step."""
     marked = hasattr(kind, "profile_hook_step")
@@ -41,6 +54,6 @@ def _made(kind: type[Optimizer]) -> set[type[Optimizer]]:
     return found.union(*(_made(k) for k in kind.__subclasses__()))
 
 
-def _holds(optimizer: Optimizer, parameters: set[int]) -> bool:
+def _holds(optimizer: Optimizer, parameters: Container[int]) -> bool:
     groups = getattr(optimizer, "param_groups", ())
     return any(id(p) in parameters for group in groups for p in group["params"])

@@ -27,6 +27,8 @@ class WeightedPools(PooledRule):
     ``weighting`` turns the tensors given, two of ``[K]`` or ``[K, groups]``, into weights; None: one pool.
     """
 
+    reads_weights = True  # as numbers, where no graph is recorded; a sum of numbers rounds otherwise
+
     def __init__(self, sources: Sources, weighting: Callable[..., Tensor] | None = None, groups: int = 1) -> None:
         super().__init__(sources)
         self.weighting = weighting
@@ -60,7 +62,7 @@ class WeightedPools(PooledRule):
             ((center, var),) = pairs
         else:
             weights = self.weighting(*tensors)
-            if self.per_group is None and _can_be_read(weights):
+            if self.per_group is None and self.reads_weights and _can_be_read(weights):
                 weights = weights.tolist()
             else:  # as many tensors as there are weights: autograd then has few steps
                 weights = [w.unbind() for w in self._at_rows(weights).unbind()]
@@ -150,6 +152,7 @@ class Unbiased:
 
     def __init__(self, rule: WeightedPools) -> None:
         self.rule = rule
+        rule.reads_weights = False
 
     @property
     def reads_moments(self) -> bool:
