@@ -1,5 +1,6 @@
 # make compare   train the same network with five normalizers, attack it, write a page: runs/compare/report.html
 # make test      lint, type check, tests (the docs are built and their examples run)
+# make quick     the tests without the slow ones, in under two minutes: for people at work
 # make bench     every script of benchmarks/, each writes its CSV beside it; then the pictures of the README
 # make docs      the HTML documentation, in docs/_build/html
 # make lint      ruff and pyright only
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare test bench docs lint format clean
+.PHONY: help compare test quick bench docs lint format clean
 
 help:
 	@sed -n 's/^# \{0,1\}make /make /p' Makefile
@@ -36,6 +37,9 @@ compare: $(STAMP)
 # One torch thread for each worker: two workers that each start a thread per core slow each other down.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m 'not slow' $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -19,6 +19,66 @@ if not torch.cuda.is_available():  # before the kernels are defined: they then r
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# What `make quick` leaves out: files, and single tests, that take most of the time of the suite.
+SLOW = {
+    "gpu/test_host.py": (),  # empty: the whole file
+    "gpu/test_kernels.py": (),
+    "gpu/test_kernels_compile.py": (),
+    "lab/test_attacks.py": ("test_deterministic_attacks_are_foolboxs_element_by_element",),
+    "lab/test_cli.py": (
+        "test_compare_writes_results_and_a_page", "test_an_interruption_in_the_first_second_shows_no_traceback",
+        "test_a_terminal_shows_the_final_table_as_it_grows_and_the_time_left",
+        "test_a_full_device_as_output_is_a_sentence",
+    ),
+    "lab/test_loop.py": (
+        "test_kill_9_loses_at_most_the_current_epoch", "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
+    ),
+    "lab/test_models.py": ("test_weights_do_not_depend_on_the_norm",),
+    "lab/test_ranks.py": (),
+    "lab/test_report.py": (),
+    "lab/test_reproduce.py": (),
+    "lab/test_reproduce_streams.py": (),
+    "lab/test_store.py": ("test_a_full_disk_is_a_sentence_and_changes_nothing",),
+    "lab/test_stored.py": (),
+    "lab/test_streams.py": (),
+    "lab/test_study.py": (),
+    "lab/test_tasks.py": (),
+    "lab/test_workers.py": (),
+    "layers/test_masks.py": ("test_gradients_of_gradients",),
+    "layers/test_modes_of_torch.py": (
+        "test_compiled_whole_and_equal_to_eager", "test_exported_program_computes_the_same",
+        "test_nothing_stays_behind_in_caches",
+    ),
+    "layers/test_numerics.py": ("test_large_maps", "test_means_of_ten_thousand_beside_deviations_of_one"),
+    "model/test_accumulated.py": ("test_a_network_of_both_kinds_and_a_compiled_one",),
+    "model/test_convert.py": (
+        "test_a_converted_network_trains", "test_outputs_of_torchvision_models", "test_outputs_of_timm_models",
+        "test_structure_of_every_torchvision_model", "test_a_deep_network_without_training_is_the_same_in_float32",
+        "test_rounding_withdraws_no_claim", "test_a_converted_mixture_leaves_batch_norm_where_that_pays",
+    ),
+    "model/test_fixup.py": (),
+    "model/test_fold.py": ("test_torchvision_models",),
+    "model/test_fuse.py": ("test_networks_of_torchvision",),
+    "model/test_norm_layer.py": (),
+    "model/test_sync.py": (),
+    "statistics/test_registry.py": ("test_the_worked_example_passes_the_checks_of_the_suite",),
+    "test_docs.py": ("test_docs_build_without_a_warning", "test_examples_run"),
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what :data:`SLOW` names."""
+    here = Path(__file__).parent
+    for file, names in SLOW.items():  # a name that is gone would leave the test in
+        text = (here / file).read_text(encoding="utf-8")
+        gone = [name for name in names if f"def {name}(" not in text]
+        assert not gone, f"SLOW in tests/conftest.py names {gone[0]}, which {file} does not have"
+    for item in items:
+        file = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else ""
+        if file in SLOW and (not SLOW[file] or item.name.partition("[")[0] in SLOW[file]):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
     """Triton's interpreter without what takes most of its time and changes no number.
