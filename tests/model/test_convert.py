@@ -458,6 +458,14 @@ def test_rounding_withdraws_no_claim(dtype, place):
         assert report(model).converted[0].kept == SAME, to
 
 
+def test_the_check_leaves_nothing_for_reruns():
+    """What batch renorm reads in training is kept for checkpointing; the check is no call of the layer."""
+    model = convert(nn.Sequential(nn.BatchNorm2d(8)), "batch_renorm")
+    layer: Any = model.get_submodule("0")
+    assert report(model).converted[0].kept == SAME  # so training was checked
+    assert layer._reads._last is None and not layer._reads._in_order
+
+
 def test_the_check_changes_nothing_and_draws_nothing():
     calls: list[int] = []
     model: Any = nn.Sequential(nn.BatchNorm2d(4), BatchNormAct2d(4), nn.InstanceNorm2d(4, track_running_stats=True))

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..engine.backends import backend
 from ..layers.memory import KnownCalls
 from ..layers.norm import Norm
+from ..statistics.running import Reads
 from .description import Plain, channels_at_end
 
 SAME, SAME_IN_EVALUATION, NEW = "same function", "same function in evaluation mode", "new function"
@@ -90,7 +91,7 @@ def _call(module: nn.Module, x: Tensor, training: bool, source: Plain) -> Tensor
         # A synchronized layer wants a GPU and other processes. Alone, it is its base.
         forward = _BatchNorm.forward if isinstance(module, nn.SyncBatchNorm) else type(module).forward
         return forward(twin, x)  # type: ignore[arg-type]
-    twin.__dict__.update(_known_calls=KnownCalls(), observer=None, _read=None)
+    twin.__dict__.update(_known_calls=KnownCalls(), observer=None, _reads=Reads())
     twin.process_group = None  # type: ignore[assignment]
     given: dict[str, object] = {}
     if "label" in module.wants:

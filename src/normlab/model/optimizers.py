@@ -39,12 +39,12 @@ def left_behind(before: list[nn.Parameter], model: nn.Module) -> str:
 
 
 def _held(gone: dict[int, nn.Parameter]) -> bool:
-    """Whether more holds one of these than a module, the caller's list and ``gone``: by its number of references."""
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.empty(0))
-    listed, named = [module.weight], {0: module.weight}
-    usual = max(sys.getrefcount(p) for p in named.values())
-    return bool(listed) and any(sys.getrefcount(p) > usual for p in gone.values())
+    """Whether more than a module, the caller's list and ``gone`` refers to one of these."""
+    probe = nn.Module()
+    probe.weight = nn.Parameter(torch.empty(0))
+    probes = [[probe.weight], {0: probe.weight}]  # referred to just so, whatever Python counts besides
+    (usual,) = (sys.getrefcount(p) for p in probes[1].values())
+    return any(sys.getrefcount(p) > usual for p in gone.values())
 
 
 def _made(kind: type[Optimizer]) -> set[type[Optimizer]]:
