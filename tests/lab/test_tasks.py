@@ -17,7 +17,7 @@ from torch import nn
 from normlab import lab
 from normlab.lab import LabError, Settings, quick, store
 from normlab.lab.cli import main
-from normlab.lab.grid import default_study, measurements_of
+from normlab.lab.grid import default_study, make_study, measurements_of
 from normlab.lab.loop import fit
 from normlab.lab.report import terminal
 from normlab.lab.report.gather import gather
@@ -171,6 +171,68 @@ TASK = Brighter()
     assert code == 0 and (read_image(tmp_path / "b.png", 1) == 50).all(), err
     code, _, err = normlab("apply", results.runs[0].folder, "a.png", "--gian=2", "-o", "b.png", "--task", own)
     assert code == 2 and "--gian is no option of the task" in err and "it takes --gain" in err
+
+
+WEIGHTED = f"""
+import sys
+sys.path.insert(0, {str(Path(ENLARGE).parent)!r})
+import enlarge
+from normlab.lab.tasks import Option
+
+class Weighted(enlarge.Enlarge):
+    options = {{"weight": Option(1.0, "weight of the loss", low=0, above=True),
+               "kind": Option("plain", "kind of loss", choices=("plain", "squared"))}}
+
+    def step(self, model, batch, ctx):
+        loss, own = super().step(model, batch, ctx)["loss"], self.chosen(ctx.settings)
+        return {{"loss": own.weight * (loss.square() if own.kind == "squared" else loss)}}
+"""
+
+
+def test_options_of_a_task_are_settings_and_axes(normlab, tmp_path):
+    (tmp_path / "weighted.py").write_text(WEIGHTED)
+    few = (
+        "--epochs",
+        "1",
+        "--train-size",
+        "64",
+        "--test-size",
+        "16",
+        "--norms",
+        "none",
+        "--seeds",
+        "1",
+        "--lr",
+        "1e-9",
+    )
+    code, out, err = normlab("compare", "--task", "weighted.py", "--weight", "1,2", "--out", "study", *few)
+    assert code == 0 and "weight 2" in out, err
+    first, second = lab.read_results(tmp_path / "study").runs
+    assert second.settings.options == (("weight", 2.0),)
+    assert second.history[0]["loss"] == pytest.approx(2 * first.history[0]["loss"], rel=1e-3)
+    code, out, err = normlab("compare", "--config", "study/study.toml", "--kind=squared", "--out", "other")
+    other = lab.read_results(tmp_path / "other").runs[0]
+    assert code == 0 and other.history[0]["loss"] < 0.5 * first.history[0]["loss"], err
+    made = make_study(None, 1, None, None, {"task": "weighted.py", "weight": [1.0, 3.0], "kind": "squared"})
+    assert [dict(s.options)["weight"] for s in made.grid() if s.norm == "none"] == [1.0, 3.0]
+    _, text, _ = normlab("compare", "--task", "weighted.py", "--help")
+    assert "--weight" in text and "plain|squared" in text and "Weight of the loss." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--weight", "0"), "weight must be above 0; got 0."),
+        (("--weight", "much"), "weight cannot be 'much'; expected a number."),
+        (("--weight",), "--weight needs a value."),
+        (("--kind", "cubed"), "kind cannot be 'cubed'; expected plain or squared."),
+        (("--options", "wait=2"), "'wait' is no option of the task weighted.py; did you mean 'weight'?"),
+    ],
+)
+def test_a_wrong_option_of_a_task_is_a_sentence(normlab, tmp_path, arguments, words):
+    (tmp_path / "weighted.py").write_text(WEIGHTED)
+    code, _, err = normlab("compare", "--task", "weighted.py", *arguments)
+    assert code and words in err and not (tmp_path / "runs").exists()
 
 
 def test_what_a_task_says_about_itself_is_shown(normlab):

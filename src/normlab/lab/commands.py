@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect as inspect_
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import wraps
@@ -118,8 +118,9 @@ def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: b
     names = [n for n in NAMES if n not in own and n not in skip]
 
     def run(**given: Any) -> None:
+        own = given.pop("of_task") or {}
         chosen = {n: v for n in names if (v := given.pop(n)) is not None}
-        command(**given, settings=chosen)
+        command(**given, settings=chosen | own)
 
     panel = "Settings; several values with commas make an axis of the grid" if axes else "Settings"
     options = [
@@ -133,6 +134,10 @@ def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: b
         )
         for name in names
     ]  # fmt: skip
+    # What a task adds: typer passes on no argument without a parameter.
+    of_task = inspect_.Parameter("of_task", inspect_.Parameter.KEYWORD_ONLY, default=None,
+                                 annotation=Annotated[str | None, typer.Option(hidden=True)])  # fmt: skip
+    options.append(of_task)
     kept = [p.replace(kind=inspect_.Parameter.KEYWORD_ONLY) for n, p in own.items() if n != "settings"]
     run.__signature__ = inspect_.Signature([*kept, *options])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in (*kept, *options)}
@@ -141,13 +146,18 @@ def _with_settings(command: Callable[..., None], *, skip: Sequence[str], axes: b
 
 
 class _OfTask(TyperCommand):
-    """A command whose help tells of a task, its defaults and its measurements: ``--task NAME --help``."""
+    """A command that takes the options of a task, and whose help tells of a task: ``--task NAME --help``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named = [b for a, b in zip(args, [*args[1:], ""], strict=True) if a == "--task"]
-        named += [a.removeprefix("--task=") for a in args if a.startswith("--task=")]
+        of_task: dict[str, str] = {}
+        named = _values_of("--task", args) or _task_of_file(_values_of("--config", args))
+        known = {o for p in self.params for o in p.opts}
+        if any(a.startswith("--") and a.partition("=")[0] not in known for a in args):
+            of_task, args = _options_of_task(named[-1] if named else "classification", args, known)
         if not named or not {"-h", "--help"} & set(args):
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
+            ctx.params["of_task"] = of_task
+            return left
         before = self.params, self.help
         try:
             self.params, self.help = _of_task(self.params, named[-1])
@@ -156,11 +166,46 @@ class _OfTask(TyperCommand):
             self.params, self.help = before
 
 
+def _values_of(option: str, args: Sequence[str]) -> list[str]:
+    given = [b for a, b in zip(args, [*args[1:], ""], strict=True) if a == option]
+    return given + [a.removeprefix(f"{option}=") for a in args if a.startswith(f"{option}=")]
+
+
+def _task_of_file(files: Sequence[str]) -> list[str]:
+    from . import toml
+
+    found = toml.read(files[-1]).get("task") if files and Path(files[-1]).is_file() else None
+    return [found] if isinstance(found, str) else []
+
+
+def _options_of_task(name: str, args: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """The texts of a task's own options, and the arguments that are left."""
+    from .settings import OWN
+    from .tasks import option_of_others, task
+
+    own, found, left, rest = task(name).options or {}, {}, [], iter(args)
+    for text in rest:
+        option, equals, value = text.partition("=")
+        key = option[2:].replace("-", "_")
+        if not option.startswith("--") or option in known:
+            left.append(text)
+        elif key in own:
+            given = value if equals else next(rest, None)
+            if given is None:
+                raise LabError(f"{option} needs a value.")
+            found[OWN + key] = given
+        elif having := option_of_others(key):
+            raise LabError(f"{option} is no option of the task {name}. {having}--task names the task.")
+        else:
+            left.append(text)  # the command says that there is none
+    return found, left
+
+
 def _of_task(params: Sequence[Any], name: str) -> tuple[list[Any], str]:
     """Options with the defaults of a task, and what it says about itself."""
     from .grid import default_study
     from .results import plain
-    from .tasks import task
+    from .tasks import short_name, task
     from .tasks.measuring import entries_of
 
     chosen, study = task(name), default_study(name)
@@ -174,6 +219,13 @@ def _of_task(params: Sequence[Any], name: str) -> tuple[list[Any], str]:
     metrics = [f"{m.of(k)}{m.unit and f' ({m.unit})'}, {'higher' if m.higher else 'lower'} is better"
                for k, m in chosen.metrics.items()]  # fmt: skip
     known = {} if name == "classification" else entries_of(chosen)
+    for key, option in (chosen.options or {}).items():
+        now = dict(study.base.options).get(key, option.default)
+        found.append(copy(next(p for p in params if p.name == "width")))
+        shown = {"opts": [f"--{key.replace('_', '-')}"], "help": f"{option.help[0].upper()}{option.help[1:]}.",
+                 "metavar": "|".join(option.choices) or _METAVARS[type(option.default)],
+                 "show_default": plain(now) or "none", "rich_help_panel": f"Options of {short_name(name)}"}  # fmt: skip
+        vars(found[-1]).update(shown)
     return found, "\n\n".join([
         f"{name}: {chosen.about or 'a task of your own'}.", f"It needs {chosen.needs}.{_time_of(chosen)}",
         f"Metrics: {'; '.join(metrics)}.",
@@ -198,20 +250,24 @@ def seeds_of(text: str) -> list[int]:
     return numbers
 
 
-def _parsed(settings: dict[str, str], *, axes: bool) -> dict[str, Any]:
+def _parsed(settings: dict[str, str], of: str, *, axes: bool) -> dict[str, Any]:
     """Values by setting: a list where several were given, which is an axis of the grid."""
-    from .settings import parse
+    from .settings import OWN, parse
+    from .tasks import task
 
     found: dict[str, Any] = {}
     for name, text in settings.items():
-        values = [parse(name, part) for part in split(text)]
+        own = name.removeprefix(OWN)
+        kind = None if own == name else type((task(of).options or {})[own].default)
+        name, own = own, name
+        values = [parse(name, part, kind) for part in split(text)]
         if not values and text.strip():
             raise LabError(f"--{name.replace('_', '-')} has no value in {text!r}.")
         if len(values) > 1 and not axes:
             raise LabError(
                 f"--{name.replace('_', '-')} is one value here; got {text!r}. `normlab compare` takes several."
             )
-        found[name] = values if len(values) > 1 else values[0] if values else parse(name, text)
+        found[own] = values if len(values) > 1 else values[0] if values else parse(name, text, kind)
     return found
 
 
@@ -226,7 +282,7 @@ def _study(norms: str | None, seeds: str | None, measure: str | None, config: Pa
         raise LabError(f"--task is one task, for tasks have metrics of their own; got {name!r}. "
                        "Give each a comparison of its own.")  # fmt: skip
     study = default_study(name) if config is None else Study.read(config, of_task=True)
-    given = _parsed(settings, axes=True)
+    given = _parsed(settings, study.base.task, axes=True)
     axes: dict[str, Any] = dict(study.axes)
     for name, value in given.items():
         for axis in [a for a in axes if name in names_of(a)]:
@@ -293,7 +349,7 @@ def train(
     chosen = (
         Settings.of(settings.get("task", "classification")) if config is None else Settings.read(config, of_task=True)
     )
-    chosen = chosen.with_(**_parsed(settings, axes=False))
+    chosen = chosen.with_(**_parsed(settings, chosen.task, axes=False))
     texts = split(measure or "")
     names = [m.name for m in measurements_of(texts, chosen)]
     with watcher(_console(), [chosen], names, lambda s: s.norm) as watch:

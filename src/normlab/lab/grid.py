@@ -110,7 +110,8 @@ def firsts(axes: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 
 def axis_of(name: str, values: Sequence[Any]) -> list[Any]:
     """The values of an axis, each once."""
-    unknown = next((n for n in names_of(name) if n not in settings_.NAMES), None)
+    known = (n for n in names_of(name) if not n.startswith(settings_.OWN))
+    unknown = next((n for n in known if n not in settings_.NAMES), None)
     if unknown is not None:
         raise LabError(f"{unknown!r} is no setting, so it is no axis; {nearest(unknown, settings_.NAMES)}")
     if isinstance(values, str) or not values:
@@ -171,7 +172,8 @@ def make_study(
     name = settings.get("task", "classification")
     if not isinstance(name, str):
         raise LabError(f"task is one, as text, for tasks have metrics of their own; got {name!r}.")
-    usual = default_study(name)
+    usual, own = default_study(name), task_by_name(name).options or {}
+    settings = {settings_.OWN + k if k in own and k not in settings_.NAMES else k: v for k, v in settings.items()}
     norms = usual.axes.get("norm", (usual.base.norm,)) if norms is None else norms
     seeds = usual.axes.get("seed", (usual.base.seed,)) if seeds is None else seeds
     measure = usual.measurements if measure is None else measure

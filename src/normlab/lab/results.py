@@ -11,7 +11,7 @@ from ..engine.messages import nearest, words
 from .errors import LabError
 from .grid import Study, measurements_of, names_of
 from .report.view import cell
-from .settings import Settings
+from .settings import OWN, Settings
 from .store import read_log, read_records
 from .tasks import TASKS
 from .tasks.measuring import headline
@@ -80,7 +80,8 @@ class Results:
     def label(self, settings: Settings) -> str:
         """What tells these settings from the others of the study: ``batch, batch size 32``."""
         names = [n for axis in self.study.axes for n in names_of(axis) if n not in ("seed", "norm")]
-        others = [f"{n.replace('_', ' ')} {plain(getattr(settings, n))}" for n in names]
+        values = settings.flat()
+        others = [f"{n.removeprefix(OWN).replace('_', ' ')} {plain(values.get(n))}" for n in names]
         return ", ".join([settings.norm, *others])
 
     def show(self) -> None:
@@ -145,9 +146,10 @@ def read_results(folder: str | Path) -> Results:
 
 def differences(old: Settings, new: Settings, leave_out: set[str] | frozenset[str] = frozenset()) -> str:
     """``lr was 0.1 and is 0.2 now``, for every setting that changes a run."""
-    before, now = old.values(), new.values()
-    names = [n for n in before if before[n] != now[n] and n not in leave_out | Settings.NEUTRAL]
-    return "; ".join(f"{n} was {plain(before[n])} and is {plain(now[n])} now" for n in names)
+    before, now = old.flat(), new.flat()
+    names = [n for n in before | now if before.get(n) != now.get(n) and n not in leave_out | Settings.NEUTRAL]
+    shown = ((n.removeprefix(OWN), plain(before.get(n, "not given")), plain(now.get(n, "not given"))) for n in names)
+    return "; ".join(f"{n} was {old} and is {new} now" for n, old, new in shown)
 
 
 def plain(value: Any) -> str:

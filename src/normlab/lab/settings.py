@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..engine.messages import nearest
 from . import toml
 from .errors import LabError
 
-__all__ = ["Settings"]
+__all__ = ["OWN", "Option", "Settings"]
 
 Scalar = str | int | float | bool
+OWN = "options."  # "options.steps" is the option `steps` of network or task, where a setting is meant by name
+
+
+class Option(NamedTuple):
+    """A setting that one task has: its default, which says the type too, and what may be given."""
+
+    default: Scalar
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float = -float("inf")
+    high: float = float("inf")
+    above: bool = False  # low itself is too low
+
+    def checked(self, name: str, value: Any) -> Any:
+        """The value in the type of the option. Raises if it does not fit."""
+        if type(self.default) is str and isinstance(value, (int, float)):
+            value = str(value)  # a command line's text that reads as a number
+        limits = None if self.low == -float("inf") else (self.low, self.high, self.above)
+        return _fitting(name, type(self.default), value, self.choices, limits)
 
 
 def _choice(default: str, *choices: str, help: str) -> Any:
@@ -81,7 +100,7 @@ class Settings:
     size: int = _number(0, 0, help="side that images are resized to, by nearest neighbour")
     depth: int = _number(0, 0, help="depth of a network that has the choice")
     width: int = _number(0, 0, help="width of a network that has the choice")
-    options: tuple[tuple[str, Scalar], ...] = _other((), help="further arguments of the network")
+    options: tuple[tuple[str, Scalar], ...] = _other((), help="further arguments of the network, or of the task")
 
     # These change the speed and no number, so they do not tell runs apart.
     NEUTRAL: ClassVar[frozenset[str]] = frozenset({"capture"})
@@ -103,7 +122,10 @@ class Settings:
             raise LabError("ema = 1 would keep the first weights for ever; expected below 1, for example 0.999.")
 
     def with_(self, **changes: Any) -> Settings:
-        """A copy with other values."""
+        """A copy with other values. ``with_(**{"options.steps": 5})`` changes one of the options."""
+        own = {k.removeprefix(OWN): changes.pop(k) for k in list(changes) if k.startswith(OWN)}
+        if own:
+            changes["options"] = {**dict(changes.get("options", self.options)), **own}
         unknown = set(changes) - set(NAMES)
         if unknown:
             name = min(unknown)
@@ -134,6 +156,9 @@ class Settings:
         With ``of_task`` they are those of the task that is named, which is loaded: only for files that a user names,
         for a task may be anybody's code.
         """
+        if own := {k.removeprefix(OWN): v for k, v in values.items() if k.startswith(OWN)}:
+            others = {k: v for k, v in values.items() if not k.startswith(OWN)}
+            values = {**others, "options": {**dict(others.get("options", ())), **own}}
         unknown = [k for k in values if k not in NAMES]
         if unknown:
             raise LabError(f"{source}: unknown setting {unknown[0]!r}; {nearest(unknown[0], NAMES)}")
@@ -143,6 +168,10 @@ class Settings:
             return cls(**values)
         except LabError as error:
             raise LabError(f"{source}: {error}") from None
+
+    def flat(self) -> dict[str, Any]:
+        """Plain values by name, each option one of them: ``{"norm": "batch", ..., "options.steps": 5}``."""
+        return {k: v for k, v in self.values().items() if k != "options"} | {OWN + k: v for k, v in self.options}
 
     def to_toml(self) -> str:
         return toml.dumps(self.values())
@@ -187,13 +216,13 @@ def digest_of(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:8]
 
 
-def parse(name: str, text: str) -> Any:
-    """A setting's value from the command line's text.
+def parse(name: str, text: str, kind: type | None = None) -> Any:
+    """A setting's value from the command line's text. ``kind`` is the type of an option.
 
     >>> parse("weight_decay", "5e-4"), parse("nesterov", "yes"), parse("milestones", "25+40")
     (0.0005, True, (25, 40))
     """
-    kind, text = _KIND[name], text.strip()
+    kind, text = kind or _KIND[name], text.strip()
     try:
         if kind is bool:
             return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
@@ -236,12 +265,15 @@ def _checked(spec: Any, value: Any) -> Any:
         if not whole or list(value) != sorted(set(value)):
             raise LabError(f"milestones must be a list of rising whole numbers from 1 on; got {value!r}.")
         return tuple(value)
+    return _fitting(name, kind, value, spec.metadata.get("choices"), spec.metadata.get("range"))
+
+
+def _fitting(name: str, kind: type, value: Any, choices: Sequence[str] | None, limits: Any) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
         known = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
         raise LabError(f"{name} must be {known}; got {value!r}.")
-    choices, limits = spec.metadata.get("choices"), spec.metadata.get("range")
     if choices and value not in choices:
         raise LabError(f"{name} cannot be {value!r}; expected {', '.join(choices[:-1])} or {choices[-1]}.")
     if limits:

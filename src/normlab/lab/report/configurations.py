@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..results import plain
+from ..settings import OWN
 from .palette import look_of_norms
 from .view import Config, Look
 
@@ -64,4 +65,4 @@ def label_of(values: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def words_of(name: str) -> str:
-    return name.replace("_", " ")
+    return name.removeprefix(OWN).replace("_", " ")

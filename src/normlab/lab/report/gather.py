@@ -21,7 +21,7 @@ __all__ = ["gather"]
 def gather(results: Results | None) -> View:
     """What ``results`` have to show. Its ``runs`` have settings, history and records."""
     runs = list(results.runs) if results is not None else []
-    settings = [run.settings.values() for run in runs]
+    settings = [run.settings.flat() for run in runs]
     axes, follows = telling(settings)
     configs = configurations(runs, settings, axes)
     columns = scalar_columns(configs)
@@ -32,7 +32,7 @@ def gather(results: Results | None) -> View:
         configs=configs,
         axes=axes,
         common={k: v for k, v in first.items() if same(s.get(k) for s in settings)},
-        follows={k: {c.label: c.runs[0].settings.values().get(k) for c in configs} for k in follows},
+        follows={k: {c.label: c.runs[0].settings.flat().get(k) for c in configs} for k in follows},
         columns=columns,
         curves=[*measured_curves(configs), *curves_of_columns(columns), *severity_curves(configs)],
         heat_maps=heat_maps(configs),

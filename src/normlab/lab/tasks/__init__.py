@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ...engine.messages import nearest, words
 from ..errors import LabError
+from ..settings import Option
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -35,6 +36,7 @@ __all__ = [
     "Batch",
     "Context",
     "Metric",
+    "Option",
     "Phase",
     "Picture",
     "Source",
@@ -197,9 +199,12 @@ class Task:
     splits: bool = True
 
     # `normlab compare --task NAME` with nothing else.
-    defaults: ClassVar[Mapping[str, Any]] = {}  # settings
+    defaults: ClassVar[Mapping[str, Any]] = {}  # settings; those of its own as "options.steps"
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {"norm": ("none", "batch"), "seed": (0, 1)}
     measured: ClassVar[Sequence[str]] = ("test",)
+
+    # Settings of its own: `--steps 5`, compare(task=..., steps=[1, 5]). None: --options takes anything.
+    options: ClassVar[Mapping[str, Option] | None] = None
 
     metrics: ClassVar[Mapping[str, Metric]] = {}  # what evaluate() returns; the first chooses the best epoch
     measurements: ClassVar[Mapping[str, Measure]] = {}  # besides "test"
@@ -207,7 +212,19 @@ class Task:
 
     def configured(self, settings: Settings) -> Task:
         """The task as these settings want it. Raises if they name what it does not have."""
+        self.chosen(settings)
         return self
+
+    def chosen(self, settings: Settings) -> SimpleNamespace:
+        """The values of :attr:`options`: those of the settings, or the defaults."""
+        given = dict(settings.options)
+        if self.options is None:
+            return SimpleNamespace(**given)
+        for name in given:
+            if name not in self.options:
+                raise LabError(f"{name!r} is no option of the task {self.name}; {option_of_others(name)}"
+                               f"{nearest(name, self.options) if self.options else 'it takes none.'}")  # fmt: skip
+        return SimpleNamespace(**{k: o.checked(k, given.get(k, o.default)) for k, o in self.options.items()})
 
     # ----- data and model
 
@@ -317,6 +334,12 @@ def task(name: str) -> Task:
         return _named(_imported(package, name), object_, name)
     raise LabError(f"{name!r} is no task; {nearest(name, TASKS)} One of your own is path/to/file.py, or "
                    "package.module:object.")  # fmt: skip
+
+
+def option_of_others(name: str) -> str:
+    """A clause that names the tasks of this package that have such an option, or nothing."""
+    having = [other for other in TASKS if name in (task(other).options or {})]
+    return f"{words(having)} {'has' if len(having) == 1 else 'have'} it. " if having else ""
 
 
 def short_name(name: str) -> str:
