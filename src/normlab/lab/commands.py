@@ -38,7 +38,9 @@ _TIMED = ("batch", "group", "layer", "instance", "batch_group", "switchable")
 Norms = Annotated[str | None, _norms(DEFAULT.axes["norm"])]
 Timed = Annotated[str | None, _norms(_TIMED)]
 _SEEDS = "How many, 3, or which, 0,2,5."
-Seeds = Annotated[str | None, typer.Option(help=_SEEDS, metavar="SEEDS", show_default=str(len(DEFAULT.axes["seed"])))]
+Seeds = Annotated[
+    str | None, typer.Option("--seeds", help=_SEEDS, metavar="SEEDS", show_default=str(len(DEFAULT.axes["seed"])))
+]
 ItsSeeds = Annotated[str | None, typer.Option("--seeds", help=_SEEDS, metavar="SEEDS")]  # as many as a scale has
 
 
