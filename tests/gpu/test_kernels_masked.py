@@ -17,6 +17,7 @@ import normlab
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from normlab.gpu import positional_norm_launches
+from normlab.gpu.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = pytest.mark.parametrize("last", [False, True], ids=["contiguous", "last"])
@@ -228,3 +229,27 @@ def test_a_batch_that_a_mask_hides_changes_nothing(name: str, launches: str):
         found = torch.autograd.grad(y, (x, *layer.parameters()), torch.ones_like(y))
     assert not y.any() and all(not g.any() for g in found)
     assert all(torch.equal(b, before[n]) for n, b in layer.named_buffers())
+
+
+@LAUNCHES
+@LAYOUTS
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_mask_takes_no_launch_more(name: str, last: bool, launches: str, monkeypatch: pytest.MonkeyPatch):
+    make, given = LAYERS[name]
+    arguments: dict[str, Any] = {n: torch.tensor(v, device=DEVICE) for n, v in given.items()}
+    layer, really, found = make(act="relu").to(DEVICE), Launch.__call__, []
+
+    def counted(launch: Launch, *rest: Any) -> None:
+        found[-1].append(launch.kernel.__name__)
+        really(launch, *rest)
+
+    monkeypatch.setattr(Launch, "__call__", counted)
+    x = in_layout(torch.randn(4, 16, 9, 8), last).to(DEVICE).requires_grad_()
+    for masked in ({}, {"mask": lengths_of(x)}):
+        found.append([])
+        with whole_kernels(launches=launches, host="python"):
+            y = layer(x, **arguments, **masked)
+            y.backward(torch.ones_like(y))
+    assert found[0] == found[1]
+    if launches == "one" and not name.startswith(("positions", "many")):
+        assert found[1] == ["forward", "backward"]

@@ -136,9 +136,10 @@ def moments_rows(pid, x, stats, rows, s, C, BQ: tl.constexpr, BS: tl.constexpr, 
     if SINGLE:
         size = s
         if mask is not None:
-            ok = keep_rows(mask, x, q, ok, j, s, C)
+            own = bytes_rows(mask, x, q, ok, j[None, :], s, C)
+            ok = own != 0
             v = tl.where(ok, v, 0.0)
-            number = tl.sum(ok.to(tl.float32), 1)
+            number = tl.sum(own.to(tl.int32), 1).to(tl.float32)
             size = tl.maximum(number, 1.0)
         mean = tl.sum(v, 1) / size
         d = tl.where(ok, v - mean[:, None], 0.0)
