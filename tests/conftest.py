@@ -24,6 +24,7 @@ SLOW = {
     "gpu/test_host.py": (),  # empty: the whole file
     "gpu/test_kernels.py": (),
     "gpu/test_kernels_compile.py": (),
+    "gpu/test_kernels_masked.py": (),
     "lab/test_attacks.py": ("test_deterministic_attacks_are_foolboxs_element_by_element",),
     "lab/test_cli.py": (
         "test_compare_writes_results_and_a_page", "test_an_interruption_in_the_first_second_shows_no_traceback",

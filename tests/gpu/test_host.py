@@ -51,12 +51,12 @@ def made_up(launch: Launch, tensors: Any, places: Any, numbers: Any = ()) -> Non
         return
     forward = launch.kernel is closed_family_kernels.forward
     outputs = (1, 3, 13, 14, 15) if forward else (2, 4, 6, *range(16, 22))
-    inputs = (0, 2, *range(5, 16)) if forward else (0, 1, 3, 5, *range(8, 16))
-    assert len(tensors) == (16 if forward else 22) + (not launch.meet)
-    seed = sum((k + 1) * float(v) for k, v in enumerate((*numbers, *launch.fixed)))
+    inputs = (0, 2, *range(5, 17)) if forward else (0, 1, 3, 5, *range(8, 16), 22)
+    assert len(tensors) == (17 if forward else 23) + (not launch.meet)
+    seed = sum((k + 1) * float(v or 0) for k, v in enumerate((*numbers, *launch.fixed)))
     for k in inputs:
         if (t := tensors[k]) is not None:
-            strides = sum((i + 1) * s for i, s in enumerate(t.stride()))
+            strides = sum((i + 1) * s for i, s in enumerate(t.flatten().stride() if k == inputs[-1] else t.stride()))
             seed += (k + 1) * float(t.double().square().mean()) + strides
     for k in outputs:
         if (t := tensors[k]) is not None:
@@ -170,6 +170,29 @@ def test_the_same_bits_by_the_kernels_themselves(name: str):
     x = input_of(4, 6, 2, 2)
     dy = torch.randn_like(x)
     both_hosts(make, lambda layer: gradients(layer, x, arguments, dy), calls=2)
+
+
+MASK = torch.arange(5, device=DEVICE) < torch.tensor([[5], [2], [0], [3]], device=DEVICE)  # [4, 5]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "last"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_bits_under_a_mask(name: str, training: bool, last: bool, quick: None):
+    make, arguments = LAYERS[name]
+    x = input_of(4, 6, 3, 5, last=last)
+    mask = MASK.unsqueeze(1).expand(4, 3, 5).contiguous()
+    dy = torch.randn_like(x)
+    both_hosts(lambda: make().train(training), lambda layer: gradients(layer, x, arguments, dy, mask=mask))
+
+
+@pytest.mark.parametrize("name", ["SN", "SaAuxBN", "PN", "Mode"])
+def test_the_same_bits_of_the_kernels_under_a_mask(name: str):
+    make, arguments = LAYERS[name]
+    x, r = input_of(4, 6, 2, 5), input_of(4, 6, 2, 5).requires_grad_()
+    mask = MASK.unsqueeze(1).expand(4, 2, 5).contiguous()
+    x, dy = (t.masked_fill(~mask.unsqueeze(1), torch.nan) for t in (x, torch.randn_like(x)))
+    both_hosts(make, lambda layer: gradients(layer, x, arguments, dy, mask=mask, residual=r), calls=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -292,15 +315,16 @@ def test_a_graph_kept_and_a_graph_freed(compiled: None):
         y.backward(dy)
 
 
-@pytest.mark.parametrize("changed", ["x", "weight", "residual"])
+@pytest.mark.parametrize("changed", ["x", "weight", "residual", "mask"])
 def test_what_was_changed_in_place_is_refused(changed: str, compiled: None):
     layer, leaf = normlab.BatchNorm2d(4, act="relu").to(DEVICE), input_of(3, 4, 3, 3).requires_grad_()
-    layer(leaf * 1, residual=leaf * 2)
+    mask = torch.ones(3, 3, 3, dtype=torch.bool, device=DEVICE)
+    layer(leaf * 1, residual=leaf * 2, mask=mask)
     x, r = leaf * 1, leaf * 2
-    y = layer(x, residual=r)
+    y = layer(x, residual=r, mask=mask)
     assert is_compiled(y)
     with torch.no_grad():
-        {"x": x, "weight": layer.weight, "residual": r}[changed].add_(1)  # type: ignore[union-attr]
+        {"x": x, "weight": layer.weight, "residual": r, "mask": mask}[changed].zero_()  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -385,6 +409,9 @@ def test_hooks_that_move_tensors(name: str, which: str, how: str, odd: bool, mon
     x, residual = (input_of(3, 4, 3, 3) for _ in range(2))
     x, residual = ((shifted(t) if odd else t).requires_grad_() for t in (x, residual))
     along = (torch.tensor([0, 2, 2], device=DEVICE),) if name == "sandwich" else ()
+    mask = torch.arange(3, device=DEVICE) < torch.tensor([[3], [1], [2]], device=DEVICE)
+    mask = (shifted if odd else torch.clone)(mask.unsqueeze(1).expand(3, 3, 3).contiguous())
+    masked: dict[str, Any] = {} if name in ("recorded", "switchable") else {"mask": mask}
 
     def recorded(launch: Launch, tensors: Any, pointers: Any, numbers: Any = ()) -> None:
         places.append([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
@@ -394,12 +421,12 @@ def test_hooks_that_move_tensors(name: str, which: str, how: str, odd: bool, mon
     dy, of, expected = torch.randn_like(x), (x, residual, *layer.parameters()), ()
     with normlab.backend("triton", host=which), normlab.no_update(layer):
         for _ in range(2):
-            y = layer(x, *along, residual=residual)
+            y = layer(x, *along, residual=residual, **masked)
             places.clear()
             expected = torch.autograd.grad(y, of, dy)
         before = [list(p) for p in places]
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, MOVES[how]):
-            y = layer(x, *along, residual=residual)
+            y = layer(x, *along, residual=residual, **masked)
             places.clear()
             found = torch.autograd.grad(y, of, dy)
     by_host = DEVICE == "cuda" and which == "compiled"  # whose launches Python sees only where tensors moved
@@ -661,7 +688,9 @@ PTX = "\n".join(
 
 def test_parameters_are_those_of_the_signature_and_of_the_ptx():
     fixed = (5, 1, 1 << 40, 256)
-    launch: Any = SimpleNamespace(device=0, compiled=made_kernel(TYPES, PTX), fixed=fixed, grid=9, meet=False)
+    launch: Any = SimpleNamespace(
+        device=0, compiled=made_kernel(TYPES, PTX), fixed=fixed, grid=9, meet=False, mask=None
+    )
     slots = ((0, 0, 0), (0, 1, 0), (1, 0, 0), (2, 0, 5), (3, 0, 1 << 40), (4, 0, 0), (4, 0, 0))
     assert describe._described(launch, range(2), range(1)) == (77, 9, 128, 128, False, slots)
     for change in (
@@ -676,6 +705,19 @@ def test_parameters_are_those_of_the_signature_and_of_the_ptx():
         {"meet": True},
     ):
         assert describe._described(SimpleNamespace(**{**vars(launch), **change}), range(2), range(1)) is None  # type: ignore[arg-type]
+
+
+def test_a_mask_is_the_last_parameter():
+    """Of a kernel compiled without one, none is."""
+    described = []
+    for kind, fixed, mask in (("constexpr", (5, None), None), ("*i1", (5,), 16)):
+        types = {"x": "*fp32", "n": "i32", "mask": kind}
+        ptx = "\n".join(f".param .{t} p{i}," for i, t in enumerate(("u64", "u32", "u64")))
+        kernel = made_kernel(types, ptx)
+        launch: Any = SimpleNamespace(device=0, compiled=kernel, fixed=fixed, grid=9, meet=False, mask=mask)
+        described.append(describe._described(launch, [3], []))
+    assert described[0][-1] == ((0, 3, 0), (2, 0, 5), (4, 0, 0))  # the last is a pointer that Triton appends
+    assert described[1][-1] == ((0, 3, 0), (2, 0, 5), (0, 16, 0))
 
 
 GRAPHS = [*((name, "compiled") for name in LAYERS), *((name, "python") for name in ("BN", "SN", "ghost SN", "Mode"))]

@@ -40,11 +40,11 @@ def compile_all() -> None:
         def get_current_stream(self, device: object = None) -> int:
             return 0
 
-    def compiled(launch: Launch, tensors: tuple, pointers: object, numbers: tuple) -> None:
+    def compiled(launch: Launch, tensors: tuple, pointers: object, numbers: tuple, last: tuple) -> None:
         given = [tensors[0] if t is None else t for t in tensors]
         given += [torch.zeros(1, dtype=torch.int64)] * launch.meet
         try:
-            made = launch.kernel.warmup(*given, *numbers, *launch.fixed, grid=(1,), num_warps=launch.warps)
+            made = launch.kernel.warmup(*given, *numbers, *launch.fixed, *last, grid=(1,), num_warps=launch.warps)
             said = "" if made.asm["cubin"] else "no machine code"
         except Exception as error:  # of the compiler: the other kernels have tests of their own
             said = f"{type(error).__name__}: {error}"
@@ -80,25 +80,24 @@ def compile_all() -> None:
     for make, shape in one_of_each:
         with normlab.backend("triton", host="python"):
             make()(torch.randn(shape, requires_grad=True)).sum().backward()
-    for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        x = torch.randn(2, 32, 128 if last else 16, 128, dtype=dtype)
-        x = (x.contiguous(memory_format=torch.channels_last) if last else x).requires_grad_()
-        with normlab.backend("triton", host="python"):
-            mask = torch.ones_like(x[:, 0], dtype=torch.bool)
-            normlab.SwitchNorm2d(32)(x, mask=mask).backward(torch.zeros_like(x))
+    with normlab.backend("triton", host="python"):
+        x, mask = torch.randn(2, 32, 2, 2, requires_grad=True), torch.ones(2, 2, 2, dtype=torch.bool)
+        normlab.Norm2d(32, Own())(x, mask=mask).sum().backward()
     for make, launches in layers:
         for last, dtype in ((False, torch.float32), (True, torch.bfloat16)):
             x = torch.randn(2, 32, 128 if last else 16, 128, dtype=dtype)
             x = (x.contiguous(memory_format=torch.channels_last) if last else x).requires_grad_()
+            mask = torch.ones(2, *x.shape[2:], dtype=torch.bool)
             with normlab.backend("triton", host="python", launches=launches):
-                y = make(32, act="relu")(x, residual=torch.zeros_like(x))
-                y.backward(torch.zeros_like(x))
+                for masked in ({}, {"mask": mask}):
+                    y = make(32, act="relu")(x, residual=torch.zeros_like(x), **masked)
+                    y.backward(torch.zeros_like(x))
 
 
 KERNELS = (
     "forward", "backward", "forward_in_parts", "backward_in_parts", "moments", "apply", "sums", "gradient", "join",
     "pool_columns", "pool_groups", "compose", "through_affine", "fold", "back", "move", "sparsest",
-    "masked_moments", "masked_sums", "masked_apply", "masked_gradient", "masked_pool",
+    "masked_pool",
     "uneven_moments", "uneven_apply", "uneven_sums", "uneven_gradient", "uneven_total",
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ by zero. On the CPU that is a bitwise "and" with zeros and ones, four times as f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,19 @@ from .messages import words
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Mask(NamedTuple):
+class Mask:
     """The positions of ``x [N, C, *S]`` that count."""
 
-    valid: Tensor  # [N, 1, *S], bool
-    counts: Tensor  # [N, 1], int64: how many positions of each sample that is
+    def __init__(self, valid: Tensor, counts: Tensor | None = None) -> None:
+        self.valid = valid  # [N, 1, *S], bool
+        self._counts = counts
+
+    @property
+    def counts(self) -> Tensor:  # [N, 1], int64
+        """How many positions of each sample count: summed when someone asks, for kernels count for themselves."""
+        if self._counts is None:
+            self._counts = self.valid.flatten(1).sum(1, keepdim=True)
+        return self._counts
 
     @property
     def some(self) -> Tensor:  # [N, 1]
@@ -33,7 +41,7 @@ class Mask(NamedTuple):
 
 def mask_of(valid: Tensor) -> Mask:
     """The mask of ``valid [N, 1, *S]``."""
-    return Mask(valid, valid.flatten(1).sum(1, keepdim=True))
+    return Mask(valid)
 
 
 def read_mask(given: Any, x: Tensor) -> Mask:

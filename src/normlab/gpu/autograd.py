@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..engine.contract import Rule
 from ..engine.expression import differentiate, plain, wants_plain
+from ..engine.masks import hidden, mask_of
 from ..engine.rows import Rows
 from ..statistics.activation import ACTIVATIONS, LEAK, activate
 from ..statistics.affine import Affine
@@ -37,6 +38,7 @@ class NoGradInputs(NamedTuple):
     batches: Tensor | None
     numbers: tuple[float, ...]  # momentum, eps, r_max, d_max, warmup, r_steps, d_steps, leak
     branch: int = 0  # whose running statistics
+    mask: Tensor | None = None  # [N, 1, *S], bool, dense
 
 
 # Makes the rule as it was in forward, for double backward, from the launch plan, what forward kept and the inputs.
@@ -96,7 +98,7 @@ class _Normalize(torch.autograd.Function):
         entry: Any,
     ) -> Tensor:
         residual_like_x = None if residual is None else in_layout_of(residual, x, plans.config.shape.channels_last)
-        segment, mean, var, batches, numbers, branch = no_grad_inputs
+        segment, mean, var, batches, numbers, branch, mask = no_grad_inputs
         if mean is None:
             branch = 0  # this batch normalizes, and nothing moves
         if branch and not x.is_cuda:
@@ -104,7 +106,7 @@ class _Normalize(torch.autograd.Function):
             mean, var, batches = mean[branch], var[branch], batches[branch]
         tensors = (
             x, residual_like_x, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits, mean, var,
-            batches,
+            batches, mask,
         )  # fmt: skip
         pointers = addresses(tensors)
         if branch and x.is_cuda:  # cheaper than views of the branch
@@ -136,26 +138,28 @@ class _Normalize(torch.autograd.Function):
             stored = (no_grad_inputs.running_mean, no_grad_inputs.running_var, no_grad_inputs.batches)
             describe.learn(
                 entry, plan,
-                (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, *stored),
+                (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, *stored, mask),
             )  # fmt: skip
-        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits)
+        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, mask)
         ctx.plan, ctx.work, ctx.rest = plan, work, ((rule_of, rows), no_grad_inputs, label)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         rule_and_rows, no_grad_inputs, label = ctx.rest
-        needs = ctx.needs_input_grad[:8]
-        found = _backward(ctx.plan, rule_and_rows, no_grad_inputs, label, ctx.work, ctx.saved_tensors, needs, dy)
+        needs, (*values, mask) = ctx.needs_input_grad[:8], ctx.saved_tensors
+        no_grad_inputs = no_grad_inputs._replace(mask=mask)
+        found = _backward(ctx.plan, rule_and_rows, no_grad_inputs, label, ctx.work, values, needs, dy)
         return (*found, *(None,) * 7)
 
 
 def backward_in_python(
     plan: LaunchPlan, rule_and_rows: tuple[RuleOf, Rows], numbers: tuple[float, ...], segment: Tensor | None,
-    label: Tensor | None, work: Tensor, values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
+    label: Tensor | None, mask: Tensor | None, work: Tensor, values: Sequence[Tensor | None], needs: Sequence[bool],
+    dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The compiled host path calls this to record a graph through backward, and to have kernels compiled."""
-    no_grad_inputs = NoGradInputs(segment, None, None, None, numbers)
+    no_grad_inputs = NoGradInputs(segment, None, None, None, numbers, mask=mask)
     return _backward(plan, rule_and_rows, no_grad_inputs, label, work, values, needs, dy)
 
 
@@ -172,7 +176,7 @@ def _backward(
     if wants_plain(dy):
         rule_of, rows = rule_and_rows
         rule = rule_of(plan, work, no_grad_inputs)
-        return _differentiate_again(rule, rows, plan.config.act, no_grad_inputs.numbers[7], label, values, needs, dy)
+        return _differentiate_again(rule, rows, plan.config.act, no_grad_inputs, label, values, needs, dy)
     config, shape = plan.config, plan.shape
     # Hooks of saved tensors may have changed their layout, or moved them.
     x = at_address(in_layout(x, shape.channels_last), plan.aligned[0])
@@ -180,11 +184,14 @@ def _backward(
         None if t is None else at_address(t.contiguous(), plan.aligned[k])
         for k, t in zip((2, 3, 4, 5, 8, 9), values[2:], strict=True)
     )
+    mask = no_grad_inputs.mask
+    if mask is not None:
+        mask = at_address(mask.contiguous(), plan.aligned[13])
     dy = at_address(in_layout_of(dy, x, shape.channels_last), True)
     which, launches = describe.BACKWARD, plan.backward
     if not needs[0]:
         which, launches = describe.OF_PARAMETERS, plan.backward_of_parameters
-    elif not plan.reads and not (config.act and config.residual) and not any(needs[2:]):
+    elif not plan.reads and not plan.has_inner and not any(needs[2:]):
         which, launches = describe.OF_X, plan.backward_of_x
     d_weight = d_bias = d_weight2 = d_bias2 = d_mean = d_var = None
     if weight is not None:
@@ -201,8 +208,8 @@ def _backward(
         assert var_logits is not None
         d_mean, d_var = torch.empty_like(mean_logits), torch.empty_like(var_logits)
     dx = torch.empty_like(x) if needs[0] else None
-    # The residual's gradient is the gradient before the activation; without an activation, it is dy.
-    d_inner = torch.empty_like(x) if config.residual and config.act else None
+    # The residual's gradient is the gradient before the activation; without an activation and a mask, it is dy.
+    d_inner = torch.empty_like(x) if plan.has_inner else None
     residual_like_x = None
     if residual is not None:
         residual_like_x = at_address(in_layout_of(residual, x, shape.channels_last), plan.aligned[1])
@@ -213,6 +220,7 @@ def _backward(
     tensors = (
         dy, x, dx, residual_like_x, d_inner, work, back, partials, weight, bias, weight2, bias2,
         no_grad_inputs.segment, label, mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var,
+        mask,
     )  # fmt: skip
     if not plan.meet:
         tensors = (*tensors, work)
@@ -228,11 +236,16 @@ def _backward(
 
 
 def _differentiate_again(
-    rule: Rule | OfPositions, rows: Rows, act: int, leak: float, label: Tensor | None,
+    rule: Rule | OfPositions, rows: Rows, act: int, no_grad_inputs: NoGradInputs, label: Tensor | None,
     values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the plain expression: differentiated again, or taken for several ``dy`` at once."""
-    name = next(n for n, k in ACTIVATIONS.items() if k == act)
+    name, leak, valid = (
+        next(n for n, k in ACTIVATIONS.items() if k == act),
+        no_grad_inputs.numbers[7],
+        no_grad_inputs.mask,
+    )
+    mask = None if valid is None else mask_of(valid)
 
     def expression(*values: Tensor | None) -> Tensor:
         x, residual, weight, bias, weight2, bias2, *logits = values
@@ -240,9 +253,11 @@ def _differentiate_again(
         both = Affine(weight, bias, weight2, bias2, label).composed()
         with torch.autocast(x.device.type, enabled=False):  # the gates of mode norm are a matrix product
             if isinstance(rule, OfPositions):
-                y = rule(x, *both)
+                y = rule(x, *both, mask)
             else:
-                y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None))
+                y, _ = plain(x, rule, rows, *both, *(t for t in logits if t is not None), mask=mask)
+        if mask is not None and residual is not None:
+            residual = hidden(residual, mask.valid)
         return activate(y if residual is None else y + residual, name, leak)
 
     return differentiate(expression, values, needs, dy)

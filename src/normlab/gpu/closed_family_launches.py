@@ -8,14 +8,16 @@ from typing import NamedTuple
 from ..statistics.affine import SecondMap
 from .kernels import batch_norm as batch_norm_kernels
 from .kernels import closed_family as closed_family_kernels
-from .launch_plans import LaunchPlan, LaunchPlans, fits_one_launch, launches_of
+from .launch_plans import BACKWARD_MASK, FORWARD_MASK, LaunchPlan, LaunchPlans, fits_one_launch, launches_of
 from .shapes import Shape
 from .single_passes import passes_of_x
 from .tiles import BLOCK, JOINED, PASSES, ceil, power, tiles
 
-# The tensors and numbers of a call that the kernels of batch norm take: no segments, labels and mixtures.
-_FORWARD = ((*range(9), *range(13, 17)), (0, 1, 7))
-_BACKWARD = ((*range(12), *range(16, 20), 22), (0, 1))
+# The tensors and numbers of a call that the kernels take; those of batch norm have no segments, labels and mixtures.
+_ALL_FORWARD = ((*range(FORWARD_MASK), FORWARD_MASK + 1), tuple(range(8)))
+_ALL_BACKWARD = ((*range(BACKWARD_MASK), BACKWARD_MASK + 1), (0, 1))
+_FORWARD = ((*range(9), 13, 14, 15, 17), (0, 1, 7))
+_BACKWARD = ((*range(12), *range(16, 20), 23), (0, 1))
 
 _CHANNELS = 8  # channels a program, in batch norm's coefficients
 _COLUMNS = 16  # channels, or statistics of the batch, a program; with more, programs run out of registers
@@ -45,6 +47,7 @@ class ClosedFamilyConfig(NamedTuple):
     table: int = 0  # rows of the table, for SMALL_TABLE
     ghost: int = 0  # samples a segment, where segments are ghost batches with shared running statistics
     projects: bool = False  # mixture weights are the projection of the logits onto the simplex, not their softmax
+    masked: bool = False
 
 
 class _Programs(NamedTuple):
@@ -72,15 +75,18 @@ class ClosedFamilyPlan(LaunchPlan):
         longest = max([width // g for g in groups], default=512)  # rows that a statistic covers
         self.long = min(128 if self.wide else 512, max(power(longest), 16))
         programs = self._programs()
+        self.has_inner = config.residual and (config.act > 0 or config.masked)
+        self.counts = shape.n if config.masked and self.reads else 0  # room for how many positions of each sample count
         self.forward_floats = (
-            (5 if self.reads else 3) * rows + 2 * self.sample_cells + 2 * self.batch_cells
+            (5 if self.reads else 3) * rows + self.counts + 2 * self.sample_cells + 2 * self.batch_cells
             + (2 * self.batch_cells if config.renorm else 0) + config.segments
         )  # fmt: skip
         self.backward_floats = (
             6 * rows + 2 * self.sample_cells + 2 * self.batch_cells + 2 * programs.affine * config.logits
         )
         splits = tiles(shape, "sums").splits
-        self.partial_floats = splits * 2 * rows if splits > 1 else 0
+        self.partial_floats = splits * (2 * rows + self.counts) if splits > 1 else 0
+        self.masks = (FORWARD_MASK, BACKWARD_MASK) if config.masked else (None, None)
         self.meet = fits_one_launch(shape)
         mixed = config.instance or has_sample or config.mixed or config.segments > 1 or config.renorm
         plain = has_batch and not mixed and config.batch_groups == shape.c == width
@@ -137,13 +143,15 @@ class ClosedFamilyPlan(LaunchPlan):
             summing.programs, ceil(2 * rows, JOINED) if joins else 0,
             programs.sample + programs.batch_backward + programs.affine + programs.table, by_rows, writing.programs,
         )  # fmt: skip
-        single = None if self.meet else passes_of_x(shape, config.act, config.residual)
+        single = None if self.meet else passes_of_x(shape, config.act, config.residual, config.masked)
         ahead = single and {0: single.moments, 1: single.join_moments, 4: single.apply}
         after = single and {0: single.sums, 1: single.join_sums, 4: single.gradient}
-        self.forward = launches_of(closed_family_kernels.forward, forward_programs, forward, self, single=ahead)
+        self.forward = launches_of(
+            closed_family_kernels.forward, forward_programs, forward, self, _ALL_FORWARD, ahead, self.masks[0]
+        )
         # Where only dx is wanted and no statistic depends on x, no sums are needed.
         self.backward, self.backward_of_x, self.backward_of_parameters = (
-            launches_of(closed_family_kernels.backward, wanted, backward, self, single=after)
+            launches_of(closed_family_kernels.backward, wanted, backward, self, _ALL_BACKWARD, after, self.masks[1])
             for wanted in (backward_programs, (0, 0, 0, *backward_programs[3:]), (*backward_programs[:4], 0))
         )
 
@@ -162,13 +170,13 @@ class ClosedFamilyPlan(LaunchPlan):
         forward = (*sizes, *moments[:2], *writing[:2], whole_rows, *blocks, self.live, config.update, *flags)
         backward = (*sizes, *summing[:2], *writing[:2], *blocks, self.live, *flags)
         middle = ceil(shape.c, _CHANNELS)
-        single = None if self.meet else passes_of_x(shape, config.act, config.residual, True)
+        single = None if self.meet else passes_of_x(shape, config.act, config.residual, config.masked, True)
         ahead = single and {0: single.moments, 2: single.apply}
         after = single and {0: single.sums, 3: single.gradient}
         programs = (summing.programs if self.live else 0, middle, writing.programs)
-        self.forward = launches_of(batch_norm_kernels.forward, programs, forward, self, _FORWARD, ahead)
+        self.forward = launches_of(batch_norm_kernels.forward, programs, forward, self, _FORWARD, ahead, self.masks[0])
         self.backward, self.backward_of_x, self.backward_of_parameters = (
-            launches_of(batch_norm_kernels.backward, programs, backward, self, _BACKWARD, after)
+            launches_of(batch_norm_kernels.backward, programs, backward, self, _BACKWARD, after, self.masks[1])
             for programs in (
                 (summing.programs, middle, 0, writing.programs),
                 (0, 0, middle, writing.programs),

@@ -41,19 +41,27 @@ class Launch:
     one that is missing. With ``meet``, programs wait for each other, so at most as many start as the device runs at
     once. ``takes`` lists which tensors and which numbers of a call the kernel has; None means all. The last tensor is
     the counter that programs meet by, or any tensor where they do not meet.
+
+    The last argument of a kernel may be a mask. ``mask`` is its place among the tensors of a call, and not one of
+    ``takes``; without it the kernel is compiled as if there were none.
     """
 
-    __slots__ = ("compiled", "device", "fixed", "grid", "kernel", "meet", "takes", "warps")
+    __slots__ = ("compiled", "device", "fixed", "grid", "kernel", "mask", "meet", "takes", "warps")
 
     def __init__(
         self, kernel: Any, grid: int, fixed: tuple[Any, ...], device: int, meet: bool = False,
-        takes: tuple[Sequence[int], Sequence[int]] | None = None, warps: int = 4,
+        takes: tuple[Sequence[int], Sequence[int]] | None = None, warps: int = 4, mask: int | None = None,
     ) -> None:  # fmt: skip
+        if mask is None and kernel.arg_names[-1] == "mask":
+            fixed = (*fixed, None)
         self.kernel, self.grid, self.fixed, self.device, self.meet = kernel, grid, fixed, device, meet
-        self.takes, self.warps = takes, warps
+        self.takes, self.warps, self.mask = takes, warps, mask
         self.compiled: Any = None  # Triton's compiled kernel
 
     def __call__(self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...] = ()) -> None:
+        last: tuple[Any, ...] = ()
+        if self.mask is not None:
+            last = (pointers[self.mask] if self.compiled is not None else tensors[self.mask],)
         if self.takes is not None:
             which, wanted = self.takes
             which = which[:-1] if self.meet else which
@@ -61,35 +69,38 @@ class Launch:
             pointers = [pointers[i] for i in which] if pointers else pointers
         compiled = self.compiled
         if compiled is None:
-            self._compile(tensors, pointers, numbers)
+            self._compile(tensors, pointers, numbers, last)
             return
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         if self.meet:
             pointers = (*pointers, counter_address(self.device, stream, self.grid))
         compiled.run(
             self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *pointers, *numbers, *self.fixed,
+            *pointers, *numbers, *self.fixed, *last,
         )  # fmt: skip
 
-    def _compile(self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...]) -> None:
+    def _compile(
+        self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...], last: tuple[Tensor, ...]
+    ) -> None:
         """Run the kernel by Triton's own launch code, which compiles it, and keep what was compiled."""
         assert tensors[0] is not None
         arguments: tuple[Any, ...] = tuple(tensors[0] if t is None else t for t in tensors)
         if self.device < 0:  # the interpreter runs programs one after another, so none may wait
             _check_interpreted(self.kernel)
             arguments = (*arguments, torch.zeros(1, dtype=torch.int64)) if self.meet else arguments
-            self.kernel[(1 if self.meet else self.grid,)](*arguments, *numbers, *self.fixed)
+            self.kernel[(1 if self.meet else self.grid,)](*arguments, *numbers, *self.fixed, *last)
             return
         arguments = tuple(_Pointer(p, t.dtype) for p, t in zip(pointers, arguments, strict=True))
+        constants = (*self.fixed, *(_Pointer(t.data_ptr(), t.dtype) for t in last))
         if not self.meet:
-            compiled = self.kernel[(self.grid,)](*arguments, *numbers, *self.fixed, num_warps=self.warps)
+            compiled = self.kernel[(self.grid,)](*arguments, *numbers, *constants, num_warps=self.warps)
             self.compiled = compiled if DIRECT else None
             return
         processors = processors_of(self.device)
         wanted, self.grid = self.grid, min(self.grid, processors)
         counter = counter_address(self.device, torch._C._cuda_getCurrentRawStream(self.device), self.grid)
         compiled = self.kernel[(self.grid,)](
-            *arguments, _Pointer(counter, torch.int64), *numbers, *self.fixed, launch_cooperative_grid=True
+            *arguments, _Pointer(counter, torch.int64), *numbers, *constants, launch_cooperative_grid=True
         )
         self.grid = min(wanted, processors * _programs_per_processor(compiled, self.device))
         self.compiled = compiled

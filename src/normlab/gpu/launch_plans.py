@@ -14,6 +14,9 @@ from ..engine.backends import one_launch
 from .launch import DIRECT, Launch
 from .shapes import Shape
 
+# Where the mask comes among the tensors of a call, forward and backward. After it comes the counter of the launch.
+FORWARD_MASK, BACKWARD_MASK = 16, 22
+
 # Elements of x up to which one launch does everything. Larger inputs are bound by the device, and a pass is faster with
 # as many programs as it likes.
 WHOLE = 1 << 24
@@ -29,6 +32,8 @@ class LaunchPlan:
     partial_floats = 0  # room for what passes leave for the splits of rows
     meet = False  # one launch a direction, whose programs wait for each other
     reads = False  # whether some statistic depends on x
+    # Whether the gradient of the residual is one of its own, and not dy.
+    has_inner = False
     aligned: tuple[bool, ...]  # whether the address of each tensor of a forward pass is a multiple of 16
     forward: list[Launch]
     backward: list[Launch]
@@ -65,7 +70,7 @@ class LaunchPlans:
 
 def launches_of(
     kernel: Any, programs: tuple[int, ...], fixed: tuple[Any, ...], plan: LaunchPlan, takes: Any = None,
-    single: dict[int, Launch] | None = None,
+    single: dict[int, Launch] | None = None, mask: int | None = None,
 ) -> list[Launch]:  # fmt: skip
     """One launch whose programs meet between passes, or one for each pass.
 
@@ -76,10 +81,10 @@ def launches_of(
     device = plan.shape.device
     if plan.meet:
         first, stop = wanted[0], wanted[-1] + 1
-        return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, True, takes)]
+        return [Launch(kernel, max(programs), (*fixed, first, stop, True), device, True, takes, mask=mask)]
     return [
         found
         if single is not None and (found := single.get(k)) is not None
-        else Launch(kernel, programs[k], (*fixed, k, k + 1, False), device, False, takes)
+        else Launch(kernel, programs[k], (*fixed, k, k + 1, False), device, False, takes, mask=mask)
         for k in wanted
     ]

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from ..statistics.affine import SecondMap
 from .kernels import mode_norm as mode_norm_kernels
-from .launch_plans import LaunchPlan, LaunchPlans, fits_one_launch, launches_of
+from .launch_plans import BACKWARD_MASK, FORWARD_MASK, LaunchPlan, LaunchPlans, fits_one_launch, launches_of
 from .shapes import Shape
 from .single_passes import passes_of_x
 from .tiles import BLOCK, JOINED, PASSES, ceil, power, tiles
 
 # The tensors and numbers of a call that the kernels take. The weight and bias of the gates stand where mixtures have
 # their logits, and there are no segments and labels.
-_FORWARD = ((*range(9), *range(11, 17)), (0, 1, 7))
-_BACKWARD = ((*range(12), 14, *range(16, 23)), (0, 1))
+_FORWARD = ((*range(9), *range(11, 16), 17), (0, 1, 7))
+_BACKWARD = ((*range(12), 14, *range(16, 22), 23), (0, 1))
 
 _COLUMNS = 16  # channels a program that goes over all samples
 _SAMPLES = 64  # samples that it looks at together
@@ -33,6 +33,7 @@ class ModeNormConfig(NamedTuple):
     second: SecondMap  # NONE, ONE or PER_SAMPLE
     act: int
     residual: bool
+    masked: bool = False
 
 
 class ModeNormPlan(LaunchPlan):
@@ -42,10 +43,12 @@ class ModeNormPlan(LaunchPlan):
         shape, k = config.shape, config.modes
         n, c, rows = shape.n, shape.c, shape.rows
         self.config, self.shape = config, shape
-        self.forward_floats = 5 * rows + n * k + 2 * k * c + k
+        self.has_inner = config.residual and (config.act > 0 or config.masked)
+        counts = n if config.masked else 0  # room for how many positions of each sample count
+        self.forward_floats = 5 * rows + counts + n * k + 2 * k * c + k
         self.backward_floats = 6 * rows + 2 * k * c + n * k
         moments, summing, writing = (tiles(shape, name) for name in PASSES)
-        self.partial_floats = summing.splits * 2 * rows if summing.splits > 1 else 0
+        self.partial_floats = summing.splits * (2 * rows + counts) if summing.splits > 1 else 0
         sizes = (
             n, c, rows, shape.s, summing.per_split, summing.splits, writing.per_split, writing.splits, shape.unit
         )  # fmt: skip
@@ -64,12 +67,15 @@ class ModeNormPlan(LaunchPlan):
         )  # fmt: skip
         forward = (*sizes, *moments[:2], *writing[:2], whole_rows, *blocks, config.live, config.update, *flags)
         backward = (*sizes, *summing[:2], *writing[:2], *blocks, config.live, *flags)
-        single = None if self.meet else passes_of_x(shape, config.act, config.residual)
+        single = None if self.meet else passes_of_x(shape, config.act, config.residual, config.masked)
         ahead = single and {0: single.moments, 1: single.join_moments, 4: single.apply}
         after = single and {0: single.sums, 1: single.join_sums, 5: single.gradient}
-        self.forward = launches_of(mode_norm_kernels.forward, forward_programs, forward, self, _FORWARD, ahead)
+        masks = (FORWARD_MASK, BACKWARD_MASK) if config.masked else (None, None)
+        self.forward = launches_of(
+            mode_norm_kernels.forward, forward_programs, forward, self, _FORWARD, ahead, masks[0]
+        )
         self.backward, self.backward_of_parameters = (
-            launches_of(mode_norm_kernels.backward, programs, backward, self, _BACKWARD, after)
+            launches_of(mode_norm_kernels.backward, programs, backward, self, _BACKWARD, after, masks[1])
             for programs in (backward_programs, (*backward_programs[:5], 0))
         )
 

@@ -17,7 +17,7 @@ from ..engine.coefficients import Gradients, compose, like_affine
 from ..engine.contract import Moments
 from ..statistics import plans as plans_of_pools
 from ..statistics.plans import Pooled
-from .kernels import around_rule, masked, sparsestmax, uneven_rows
+from .kernels import around_rule, sparsestmax, uneven_rows
 from .launch import Launch, addresses, on_device
 from .shapes import Shape, dense, in_layout_of, shape_of
 from .single_passes import pass_launch
@@ -38,33 +38,42 @@ _LONG = 1 << 15
 
 @lru_cache(maxsize=1024)
 def _pass_launch(
-    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], join: bool, masked: bool
-) -> Launch:
-    return pass_launch(name, shape, join=join, masked=masked)
+    name: str, shape: Shape, types: tuple[torch.dtype, ...], aligned: tuple[bool, ...], numbers: int, join: bool,
+    masked: bool,
+) -> Launch:  # fmt: skip
+    before = len(types) - masked
+    return pass_launch(
+        name, shape, join=join, takes=(range(before), range(numbers)), mask=before if masked else None
+    )  # fmt: skip
 
 
 def _run_pass(
-    name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,), join: bool = False,
-    masked: bool = False,
+    name: str, shape: Shape, *tensors: Tensor, mask: Mask | None = None, numbers: tuple[float, ...] = (0.0,),
+    join: bool = False,
 ) -> None:  # fmt: skip
+    if mask is not None:
+        tensors = (*tensors, mask.valid.contiguous())
     pointers = addresses(tensors)
     types, aligned = tuple([t.dtype for t in tensors]), tuple([p % 16 == 0 for p in pointers])
     with on_device(shape.device):
-        _pass_launch(name, shape, types, aligned, join, masked)(tensors, pointers, numbers)
+        launch = _pass_launch(name, shape, types, aligned, len(numbers), join, mask is not None)
+        launch(tensors, pointers, numbers)
 
 
-def _run_sums(name: str, shape: Shape, *tensors: Tensor, numbers: tuple[float, ...] = (0.0,)) -> None:
+def _run_sums(
+    name: str, shape: Shape, *tensors: Tensor, mask: Mask | None, numbers: tuple[float, ...] = (0.0,)
+) -> None:
     """A pass that sums rows, and then joins the sums of their splits."""
-    _run_pass(name, shape, *tensors, numbers=numbers)
+    _run_pass(name, shape, *tensors, mask=mask, numbers=numbers)
     if tiles(shape, "sums").splits > 1:
-        _run_pass(name, shape, *tensors, numbers=numbers, join=True)
+        _run_pass(name, shape, *tensors, mask=mask, numbers=numbers, join=True)
 
 
 @lru_cache(maxsize=4096)
 def _launch_on_rows(
     name: str, grid: int, fixed: tuple[Any, ...], device: int, types: Any, aligned: tuple[bool, ...], warps: int
 ) -> Launch:
-    modules = (around_rule, uneven_rows, sparsestmax, masked)
+    modules = (around_rule, uneven_rows, sparsestmax)
     kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
     return Launch(kernel, grid, fixed, device, warps=warps)
 
@@ -85,14 +94,10 @@ def _floats(x: Tensor, *size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=x.device)
 
 
-def _partials(x: Tensor, shape: Shape, always: bool = False) -> Tensor:
-    """Room for the sums of the splits of rows."""
+def _partials(x: Tensor, shape: Shape, counts: int = 0) -> Tensor:
+    """Room for the sums of the splits of rows, and for the ``counts`` of each split."""
     splits = tiles(shape, "sums").splits
-    return _floats(x, splits * 2 * shape.rows if splits > 1 or always else 1)
-
-
-def _bytes_of(mask: Mask) -> Tensor:  # [N, S]
-    return mask.valid.reshape(mask.valid.shape[0], -1).contiguous().view(torch.uint8)
+    return _floats(x, splits * (2 * shape.rows + counts) if splits > 1 else 1)
 
 
 def _run_on_uneven_rows(name: str, x: Tensor, rows: Rows, *tensors: Tensor) -> None:
@@ -110,15 +115,10 @@ def moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> Tensor:
         return stats
     x, channels_last = dense(x)
     shape = shape_of(x, rows, channels_last)
-    stats = _floats(x, 2, shape.n, shape.width)
-    if mask is None:
-        _run_sums("moments", shape, x, stats, _partials(x, shape), numbers=())
-        return stats
-    counted = _bytes_of(mask)
-    tensors = (x, stats, _partials(x, shape, True), counted, counted.argmax(1), mask.counts)
-    for join in (False, True):
-        _run_pass("moments", shape, *tensors, numbers=(), join=join, masked=True)
-    return stats
+    counts = 0 if mask is None else shape.n  # which the kernels leave behind the moments
+    stats = _floats(x, 2 * shape.rows + counts)
+    _run_sums("moments", shape, x, stats, _partials(x, shape, counts), mask=mask, numbers=())
+    return stats[: 2 * shape.rows].view(2, shape.n, shape.width)
 
 
 def _stacked(x: Tensor, rows: Rows, *coefficients: Tensor | None) -> Tensor:
@@ -159,8 +159,7 @@ def apply(
         tensors = (*standard, weight, bias, coefficients, *[None] * 5)
         _run_on_rows("compose", ceil(n * r, BLOCK), fixed, *tensors, numbers=(0.0, 0.0))
     y = torch.empty_like(x)
-    third = x if mask is None else _bytes_of(mask)
-    _run_pass("apply", shape_of(x, rows, channels_last), x, y, third, coefficients, masked=mask is not None)
+    _run_pass("apply", shape_of(x, rows, channels_last), x, y, x, coefficients, mask=mask)
     return y
 
 
@@ -332,12 +331,7 @@ def _row_sums(dy: Tensor, x: Tensor, rows: Rows, center: Tensor, mask: Mask | No
     shape = shape_of(x, rows, channels_last)
     out = _floats(x, 2, shape.n, shape.width)
     about, partials = _stacked(x, rows, center), _partials(x, shape)
-    if mask is None:
-        _run_sums("sums", shape, dy, x, x, x, out, about, partials)
-        return out
-    _run_pass("sums", shape, dy, x, _bytes_of(mask), out, about, partials, masked=True)
-    if tiles(shape, "sums").splits > 1:
-        _run_pass("sums", shape, dy, x, x, x, out, about, partials, join=True)
+    _run_sums("sums", shape, dy, x, x, x, out, about, partials, mask=mask)
     return out
 
 
@@ -364,8 +358,5 @@ def input_gradient(
     dx = torch.empty_like(x)
     coefficients = _stacked(x, rows, scale, slope, about, offset)
     shape = shape_of(x, rows, channels_last)
-    if mask is None:
-        _run_pass("gradient", shape, dy, x, x, dx, coefficients, coefficients)
-    else:
-        _run_pass("gradient", shape, dy, x, _bytes_of(mask), dx, coefficients, masked=True)
+    _run_pass("gradient", shape, dy, x, x, dx, coefficients, coefficients, mask=mask)
     return dx

@@ -11,7 +11,7 @@ import torch
 from ..statistics.affine import SecondMap
 from .kernels import positional_norm as positional_norm_kernels
 from .launch import Launch
-from .launch_plans import LaunchPlan, LaunchPlans
+from .launch_plans import BACKWARD_MASK, FORWARD_MASK, LaunchPlan, LaunchPlans
 from .shapes import Shape
 from .tiles import ceil, power, processors_of
 
@@ -49,6 +49,7 @@ class PositionalNormConfig(NamedTuple):
     act: int
     residual: bool
     centered: bool  # whether the mean is taken off
+    masked: bool = False
 
 
 class PositionalNormPlan(LaunchPlan):
@@ -58,6 +59,8 @@ class PositionalNormPlan(LaunchPlan):
         self.config, self.shape = config, config.shape
         shape = config.shape
         (n, c, s), last = shape[:3], shape.channels_last
+        self.has_inner = config.residual and (config.act > 0 or config.masked)
+        ahead, after = (FORWARD_MASK, BACKWARD_MASK) if config.masked else (None, None)
         per_sample = config.second == SecondMap.PER_SAMPLE
         affine = config.shared or per_sample
         if (last or s == 1) and not per_sample:  # positions of all samples lie one after the other
@@ -76,7 +79,7 @@ class PositionalNormPlan(LaunchPlan):
         blocks = ceil(s, tile.positions)
         kernel = kernels.forward_in_parts if in_parts else kernels.forward
         takes = _FORWARD[per_sample]
-        self.forward = [Launch(kernel, n * blocks, (c, s, blocks, *fixed), device, False, takes, tile.warps)]
+        self.forward = [Launch(kernel, n * blocks, (c, s, blocks, *fixed), device, False, takes, tile.warps, ahead)]
         tile, fixed = tile_and_constants(True)
         blocks = ceil(s, tile.positions)
         blocks_a_program = ceil(blocks, min(blocks, ceil(_WAVES * processors_of(device), n)))
@@ -87,7 +90,7 @@ class PositionalNormPlan(LaunchPlan):
             arguments = (c, s, blocks_a_program, programs, *fixed, of_parameters, of_x)
             kernel = kernels.backward_in_parts if in_parts else kernels.backward
             takes = _BACKWARD[per_sample]
-            launches = [Launch(kernel, n * programs, arguments, device, False, takes, tile.warps)]
+            launches = [Launch(kernel, n * programs, arguments, device, False, takes, tile.warps, after)]
             if of_parameters:
                 samples, shares = (n, programs) if per_sample else (1, n * programs)
                 grid, sizes = samples * ceil(c, _COLUMNS), (c, shares, _SHARES, _COLUMNS)

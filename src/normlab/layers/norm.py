@@ -22,6 +22,7 @@ from ..statistics.base import Sources, Statistics
 from ..statistics.names import parse_statistics
 from ..statistics.plans import Plan, Pooled, Segments
 from ..statistics.pools import Pool
+from ..statistics.positional import padded_positions
 from ..statistics.running import Policy, Track
 from .affine_maps import collapsed, inside_ddp, predictor_tensors, separate
 from .checks import (
@@ -310,7 +311,7 @@ class Norm(nn.Module):
         if statistics.channels_at_end:
             check_last_axis(self, x, residual)
             x, residual = (x.movedim(-1, 1), residual.movedim(-1, 1) if isinstance(residual, Tensor) else residual)
-        if mask is not None:
+        if mask is not None and (statistics.finishes or self._followed):
             check_input(self, x)
             mask = read_mask(mask, x)
         y = self._normalize(x, condition, label, branch, style, residual, mask)
@@ -331,8 +332,8 @@ class Norm(nn.Module):
     def _normalize(
         self, x: Tensor, condition: Any, label: Any, branch: Any, style: Any, residual: Tensor | None, mask: Any
     ) -> Tensor:
-        if mask is None and not torch.compiler.is_compiling() and label is branch is style is None:
-            y = self._run_cached(x, condition, residual)
+        if not torch.compiler.is_compiling() and label is branch is style is None:
+            y = self._run_cached(x, condition, residual, mask.valid if type(mask) is Mask else mask)
             if y is not None:
                 return y
         check_input(self, x)
@@ -350,9 +351,11 @@ class Norm(nn.Module):
         mask = None if mask is None else read_mask(mask, x)
         return self._run(x, label, 0 if branch is None else branch, style, residual, mask=mask)
 
-    def _run_cached(self, x: Any, condition: Any, residual: Tensor | None) -> Tensor | None:
+    def _run_cached(self, x: Any, condition: Any, residual: Tensor | None, mask: Any) -> Tensor | None:
         """By the compiled host path, where it has served a call like this one: nothing then remains to be checked."""
         if not self._known_calls or type(x) not in _PLAIN or self.observer is not None:
+            return None
+        if mask is not None and type(mask) not in _PLAIN:
             return None
         label, branch = condition, 0
         if self.wants:
@@ -364,12 +367,12 @@ class Norm(nn.Module):
                 return None
         elif condition is not None:
             return None
-        key = self._call_key(x, branch, residual)
+        key = self._call_key(x, branch, residual, mask is not None)
         quick: Any = self._known_calls.get(key)
         if quick is None:
             return None
         try:
-            y = quick(self, x, label, residual)
+            y = quick(self, x, label, residual, mask)
         except KeyError:
             # Pruned, parametrized or replicated since: no parameter any more, but an attribute still.
             return None
@@ -377,11 +380,12 @@ class Norm(nn.Module):
             self._known_calls.scope = key[-1]
         return y
 
-    def _call_key(self, x: Tensor, branch: int, residual: Tensor | None) -> tuple[Any, ...]:
+    def _call_key(self, x: Tensor, branch: int, residual: Tensor | None, masked: bool) -> tuple[Any, ...]:
         """All that decides how the layer treats ``x``, but for values that are read at each call."""
         policy = self.policy
         return (
             x.shape, x.dtype, x.device, layout_of(x), self.training, branch, residual is None, self.fused_act,
+            masked,
             policy.normalize_with, policy.update, policy.guard, self.process_group is None, self.track_running_stats,
             chosen(),
         )  # fmt: skip
@@ -402,20 +406,16 @@ class Norm(nn.Module):
             elif choice_is_lost(scope := self._known_calls.scope):
                 with choice_scope(scope):
                     return self._run(x, label, branch, style, residual, extra, mask)
-        if mask is not None and self.statistics.per_position:  # no position sees another
-            residual = None if residual is None else hidden(residual, mask.valid)
-            if self.eps:
-                x = hidden(x, mask.valid)
-            else:  # a position of zeros would have no deviation to divide by
-                ramp = torch.linspace(1, 2, x.shape[1], dtype=x.dtype, device=x.device)
-                x = torch.where(mask.valid, x, ramp.reshape(-1, *(1,) * (x.dim() - 2)))
-            return hidden(self._run(x, label, branch, style, residual, extra), mask.valid)
         # The kernels' y has the type of x; the sum with a wider residual is of the residual's.
         alike = residual is None or torch.promote_types(x.dtype, residual.dtype) == x.dtype
-        if mask is None and kernels_serve(x) and alike and not must_trace(x):
-            done = self._run_by_kernels(x, label, branch, style, residual, extra)
+        if kernels_serve(x) and alike and not must_trace(x):
+            done = self._run_by_kernels(x, label, branch, style, residual, extra, mask)
             if done is not None:
                 return done
+        if mask is not None and self.statistics.per_position:  # no position sees another
+            residual = None if residual is None else hidden(residual, mask.valid)
+            x = padded_positions(x, mask, self.eps)
+            return hidden(self._run(x, label, branch, style, residual, extra), mask.valid)
         y = self._run_by_passes(x, label, branch, style, extra, mask)
         if residual is not None and mask is not None:
             residual = hidden(residual, mask.valid)
@@ -423,7 +423,7 @@ class Norm(nn.Module):
 
     def _run_by_kernels(
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None,
-        extra: tuple[Tensor, ...],
+        extra: tuple[Tensor, ...], mask: Mask | None,
     ) -> Tensor | None:  # fmt: skip
         """By the kernels for whole normalizers, where they have all that this call asks for."""
         if self.observer is not None or self.process_group is not None:
@@ -435,7 +435,7 @@ class Norm(nn.Module):
         place = -1 if isinstance(branch, Tensor) else branch
         key = (
             x.shape, x.dtype, x.device, layout_of(x), self._uses_batch(), place, policy.update, policy.guard,
-            self.momentum is None, self.track_running_stats, again, chosen(),
+            self.momentum is None, self.track_running_stats, again, mask is not None, chosen(),
         )  # fmt: skip
         try:
             ready: Any = self._known_calls[key]
@@ -445,23 +445,26 @@ class Norm(nn.Module):
             live, spatial = self._uses_batch(), prod(x.shape[2:])
             plans = plans_of(self, x, spatial, branch, live)
             if live:
-                check_counts(self, x, spatial, plans[1])
-            ready = self._known_calls[key] = kernels().prepare(self, x, branch, plans)
+                check_counts(self, x, spatial, plans[1], mask)
+            ready = self._known_calls[key] = kernels().prepare(self, x, branch, plans, mask is not None)
         if ready is None:
             return None
         if self._run_shape is not None:
             check_run_shape(self, x, ready.live)
-        if each is not None and ready.live and not x.is_cuda:  # looking at the branches costs nothing there
+        looks = ready.live and not x.is_cuda  # at the branches and the mask, which costs nothing there
+        if looks and (each is not None or mask is not None):
             spatial = prod(x.shape[2:])
-            check_counts(self, x, spatial, plans_of(self, x, spatial, each, True)[1])
+            check_counts(self, x, spatial, plans_of(self, x, spatial, branch, True)[1], mask)
         affine = separate(self, label, branch, style, x)
-        y = ready(self, x, affine, residual, each, extra)
+        y = ready(self, x, affine, residual, each, extra, None if mask is None else mask.valid.contiguous())
         if again:
             return y
         if ready.update and ready.tracks_run_shape:
             set_run_shape(self, tuple(x.shape[2:]))
-        if each is None and (quick := ready.quick(self, x, affine, residual)) is not None:
-            self._known_calls[self._call_key(x, place, residual)] = quick
+        if each is not None or (looks and mask is not None):
+            return y
+        if (quick := ready.quick(self, x, affine, residual)) is not None:
+            self._known_calls[self._call_key(x, place, residual, mask is not None)] = quick
         return y
 
     def _run_by_passes(

@@ -20,6 +20,7 @@ from ..engine.arguments import check_arguments
 from ..engine.backends import must_trace
 from ..engine.coefficients import like_affine
 from ..engine.expression import differentiate, wants_plain
+from ..engine.masks import Mask, hidden
 from ..engine.numerics import at_least_float32
 from .base import Kernels, PlainPool, Statistics
 from .registry import register
@@ -124,8 +125,19 @@ class OfPositions(NamedTuple):
     eps: float
     centered: bool = True
 
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return plain_positions(x, weight, bias, self.eps, self.centered)
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Mask | None = None) -> Tensor:
+        if mask is None:
+            return plain_positions(x, weight, bias, self.eps, self.centered)
+        y = plain_positions(padded_positions(x, mask, self.eps), weight, bias, self.eps, self.centered)
+        return hidden(y, mask.valid)
+
+
+def padded_positions(x: Tensor, mask: Mask, eps: float) -> Tensor:
+    """``x [N, C, *S]`` with numbers at padding: zeros, or without ``eps`` some that have a deviation to divide by."""
+    if eps:
+        return hidden(x, mask.valid)
+    ramp = torch.linspace(1, 2, x.shape[1], dtype=x.dtype, device=x.device)
+    return torch.where(mask.valid, x, ramp.reshape(-1, *(1,) * (x.dim() - 2)))
 
 
 def _place(t: Tensor, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def learn(entry: Any, plan: LaunchPlan, tensors: Sequence[Tensor | None]) -> Non
         config, shape = plan.config, plan.shape
         plan.compiled = extension.Plan(
             plan.forward_floats, plan.backward_floats, plan.partial_floats, shape.device, shape.channels_last,
-            plan.reads, bool(config.act), config.residual, plan.meet,
+            plan.reads, config.residual, plan.has_inner, plan.meet,
         )  # fmt: skip
     if learn_launches(plan, FORWARD, plan.forward):
         entry.learn(plan.compiled, plan, *tensors)
@@ -42,8 +42,7 @@ def learn_launches(plan: LaunchPlan, which: int, launches: list[Launch]) -> bool
         return False
     if plan.compiled.has(which):
         return True
-    everything = (range(17), range(8)) if which == FORWARD else (range(23), range(2))
-    described = [_described(launch, *(launch.takes or everything)) for launch in launches]
+    described = [None if launch.takes is None else _described(launch, *launch.takes) for launch in launches]
     known = all(d is not None for d in described)
     if known:
         plan.compiled.set(which, described)
@@ -81,16 +80,14 @@ def _described(launch: Launch, tensors: Sequence[int], numbers: Sequence[int]) -
     )
     if any(unusual):
         return None
-    slots = _slots(compiled, launch.fixed, tensors, numbers)
+    slots = _slots(compiled, launch, tensors, numbers)
     if slots is None:
         return None
     threads = metadata.num_warps * getattr(metadata, "warp_size", 32)
     return (compiled.function, launch.grid, threads, metadata.shared, launch.meet, slots)
 
 
-def _slots(
-    compiled: Any, fixed: tuple[Any, ...], tensors: Sequence[int], numbers: Sequence[int]
-) -> tuple[Any, ...] | None:
+def _slots(compiled: Any, launch: Launch, tensors: Sequence[int], numbers: Sequence[int]) -> tuple[Any, ...] | None:
     """The parameters of a compiled kernel, each as (kind, which address or number, constant).
 
     Arguments that Triton took for constants are no parameters. Triton appends pointers of its own, to memory that these
@@ -99,7 +96,8 @@ def _slots(
     types, slots = [], []
     addresses, ends = len(tensors), len(tensors) + len(numbers)
     names = compiled.src.fn.arg_names
-    for k, (name, constant) in enumerate(zip(names, (*(0,) * ends, *fixed), strict=True)):
+    after = () if launch.mask is None else (launch.mask,)
+    for k, (name, constant) in enumerate(zip(names, (*(0,) * ends, *launch.fixed, *after), strict=True)):
         kind = compiled.src.signature[name]
         if kind == "constexpr":
             if k < ends:
@@ -109,11 +107,13 @@ def _slots(
             known, slot = kind.startswith("*"), (_ADDRESS, tensors[k], 0)
         elif k < ends:
             known, slot = kind == "fp32", (_NUMBER, numbers[k - addresses], 0)
+        elif name == "mask":
+            known, slot = kind.startswith("*"), (_ADDRESS, constant, 0)
         else:
             known, slot = kind in ("i32", "i64"), (_INT32 if kind == "i32" else _INT64, 0, int(constant))
         if not known:
             return None
-        types.append("pointer" if k < addresses else kind)
+        types.append("pointer" if slot[0] == _ADDRESS else kind)
         slots.append(slot)
     signature = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm.get("ptx", ""), re.DOTALL)
     if signature is None:

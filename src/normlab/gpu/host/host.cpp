@@ -286,7 +286,8 @@ struct Plan {
   enum Which : size_t { Forward = 0, Backward = 1, OfX = 2, OfParameters = 3 };
   int64_t forward_floats = 0, backward_floats = 0, partial_floats = 0;
   int device = -1;
-  bool channels_last = false, reads = false, act = false, residual = false, meet = false;
+  bool channels_last = false, reads = false, residual = false, meet = false;
+  bool has_inner = false;  // the gradient of the residual is one of its own, and not dy
   // Set once, under the GIL; read by threads that do not hold it.
   std::array<std::atomic<const std::vector<Launch>*>, 4> launches{};
 
@@ -311,7 +312,7 @@ struct LearnedCall {
 PyRef fallback;  // backward in Python: to record a graph, or to compile
 
 // The types and the alignment of the tensors of a call: kernels are compiled for them.
-constexpr size_t InputCount = 13;
+constexpr size_t InputCount = 14;
 struct Key {
   std::array<uint8_t, InputCount> types{};
   uint16_t unaligned = 0;
@@ -360,10 +361,13 @@ bool wants_plain(const Tensor& dy) {
 // --- autograd --------------------------------------------------------------------------------------------------------
 
 enum Saved : size_t { X, Residual, Weight, Bias, Weight2, Bias2, MeanLogits, VarLogits, Differentiable };
+// The tensors of a call that come after them.
+enum Others : size_t { Segment = 8, Label = 9, Mean = 10, Var = 11, Batches = 12, Mask = 13 };
 
 struct NormalizeBackward : Node {
   std::shared_ptr<const LearnedCall> learned;
   std::array<SavedVariable, Differentiable> saved;
+  SavedVariable saved_mask;
   Tensor work, segment, label;
   std::array<double, 8> numbers;
 
@@ -372,6 +376,7 @@ struct NormalizeBackward : Node {
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& variable : saved) variable.reset_data();
+    saved_mask.reset_data();
     work.reset();
     segment.reset();
     label.reset();
@@ -387,6 +392,7 @@ struct NormalizeBackward : Node {
       needs[i] = task_should_compute_output(i);
       needs_more = needs_more || (i > Residual && needs[i]);
     }
+    const Tensor mask = saved_mask.unpack();
     const Plan& plan = *learned->plan;
     c10::OptionalDeviceGuard guard;
     if (plan.device >= 0) guard.reset_device(values[X].device());
@@ -397,22 +403,20 @@ struct NormalizeBackward : Node {
     Plan::Which which = Plan::Backward;
     if (!needs[X]) {
       which = Plan::OfParameters;
-    } else if (!plan.reads && !(plan.act && plan.residual) && !needs_more) {
+    } else if (!plan.reads && !plan.has_inner && !needs_more) {
       which = Plan::OfX;
     }
     const auto* launches = plan.launches[which].load(std::memory_order_acquire);
     // These references live on without the lock: what Python runs may come back to this node.
     const Tensor work = this->work, segment = this->segment, label = this->label;
     lock.unlock();
-    if (launches == nullptr || plain) return in_python(values, needs, dy, work, segment, label);
+    if (launches == nullptr || plain) return in_python(values, needs, dy, work, segment, label, mask);
     Tensor residual_like_x;
     if (values[Residual].defined()) residual_like_x = in_layout_of(values[Residual], x, plan.channels_last);
-    if (!is_as_in_forward(x, X) || !is_as_in_forward(residual_like_x, Residual)) {
-      return in_python(values, needs, dy, work, segment, label);
-    }
-    for (size_t i = Weight; i < Differentiable; ++i) {
-      if (!is_as_in_forward(values[i], i)) return in_python(values, needs, dy, work, segment, label);
-    }
+    bool as_in_forward = is_as_in_forward(x, X) && is_as_in_forward(residual_like_x, Residual) &&
+                         is_as_in_forward(mask, Mask);
+    for (size_t i = Weight; i < Differentiable; ++i) as_in_forward = as_in_forward && is_as_in_forward(values[i], i);
+    if (!as_in_forward) return in_python(values, needs, dy, work, segment, label, mask);
 
     dy = in_layout_of(dy, x, plan.channels_last);
     if (is_unaligned(dy)) dy = dy.clone(at::MemoryFormat::Preserve);
@@ -436,14 +440,14 @@ struct NormalizeBackward : Node {
       d_var = empty_as(values[VarLogits]);
     }
     const Tensor dx = needs[X] ? empty_as(x) : Tensor();
-    // The residual's gradient is the gradient before the activation; without an activation, it is dy.
-    if (plan.residual && plan.act) d_inner = empty_as(x);
+    // The residual's gradient is the gradient before the activation; without an activation and a mask, it is dy.
+    if (plan.has_inner) d_inner = empty_as(x);
     const Tensor back = plan.floats(plan.backward_floats, x);
     const Tensor partials = plan.partial_floats != 0 ? plan.floats(plan.partial_floats, x) : back;
-    const std::array<Tensor, 22> tensors = {
+    const std::array<Tensor, 23> tensors = {
         dy, x, dx, residual_like_x, d_inner, work, back, partials, values[Weight], values[Bias], values[Weight2],
         values[Bias2], segment, label, values[MeanLogits], values[VarLogits], d_weight, d_bias, d_weight2, d_bias2,
-        d_mean, d_var};
+        d_mean, d_var, mask};
     const std::array<double, 2> eps_and_leak = {numbers[1], numbers[7]};
     if (plan.device >= 0) driver.ensure_context(plan.device);
     for (const Launch& launch : *launches) {
@@ -462,18 +466,19 @@ struct NormalizeBackward : Node {
 
   variable_list in_python(const std::array<Tensor, Differentiable>& values,
                           const std::array<bool, Differentiable>& needs, const Tensor& dy, const Tensor& work,
-                          const Tensor& segment, const Tensor& label) const {
+                          const Tensor& segment, const Tensor& label, const Tensor& mask) const {
     const PyGILState_STATE state = PyGILState_Ensure();
     variable_list found;
     try {
       const Owned py_numbers = numbers_tuple(numbers.data(), numbers.size());
       const Owned py_segment = wrapped(segment), py_label = wrapped(label), py_work = wrapped(work);
+      const Owned py_mask = wrapped(mask);
       const Owned py_values = tensors_tuple(values.data(), values.size());
       const Owned py_needs = tuple_of(needs, needs.size(), [](bool v) { return checked(PyBool_FromLong(v)); });
       const Owned py_dy = wrapped(dy);
       const Owned result = checked(PyObject_CallFunctionObjArgs(
           fallback.get(), learned->python_plan.get(), learned->rule_and_rows.get(), py_numbers.get(), py_segment.get(),
-          py_label.get(), py_work.get(), py_values.get(), py_needs.get(), py_dy.get(), nullptr));
+          py_label.get(), py_mask.get(), py_work.get(), py_values.get(), py_needs.get(), py_dy.get(), nullptr));
       TORCH_CHECK(PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == Differentiable);
       for (size_t i = 0; i < Differentiable; ++i) {
         PyObject* item = PyTuple_GET_ITEM(result.get(), static_cast<Py_ssize_t>(i));
@@ -502,15 +507,13 @@ auto make_node() {
 // --- entries: calls of a layer ---------------------------------------------------------------------------------------
 
 // The tensors of a call: x, residual, weight, bias, weight2, bias2, mean and variance logits, segment, label, running
-// mean and variance, batches.
+// mean and variance, batches, mask.
 struct Inputs {
   std::array<Tensor, InputCount> tensors;
   Key key;
   const Tensor& operator[](size_t i) const { return tensors[i]; }
 };
 
-// Their indices after those of `Saved`.
-enum Unsaved : size_t { Segment = 8, Label = 9, Mean = 10, Var = 11, Batches = 12 };
 constexpr size_t Arguments = InputCount + 2;  // with momentum and eps
 
 struct Entry {
@@ -522,6 +525,17 @@ struct Entry {
   PyRef* rule_and_rows;
   std::vector<std::pair<Key, std::shared_ptr<const LearnedCall>>>* learned_calls;
 };
+
+// Whether `mask` is bool and has a value for each position of `x`: [N, *S] or [N, 1, *S].
+bool is_mask_of(const Tensor& mask, const Tensor& x) {
+  const int64_t between = mask.dim() - x.dim() + 1;  // 1 where it has an axis of channels
+  if (mask.scalar_type() != at::kBool || between < 0 || between > 1 || mask.size(0) != x.size(0)) return false;
+  if (between == 1 && mask.size(1) != 1) return false;
+  for (int64_t axis = 2; axis < x.dim(); ++axis) {
+    if (mask.size(axis - 1 + between) != x.size(axis)) return false;
+  }
+  return true;
+}
 
 // Read the tensors of a call. Returns false where Python has to serve it: the tensors must be plain, dense and on the
 // device of x.
@@ -547,6 +561,7 @@ bool read_inputs(PyObject* const* args, const Entry& entry, Inputs& inputs) {
     if (t.device() != device || !(i == Residual ? t.sizes() == x.sizes() : i == X || t.is_contiguous())) return false;
     if (i == Label && (t.dim() != 1 || t.size(0) != x.size(0))) return false;
     if ((i == Weight || i == Bias) && t.numel() != x.size(1)) return false;
+    if (i == Mask && !is_mask_of(t, x)) return false;
     if (i == Residual && !has_layout_of(t, x, entry.channels_last)) continue;  // it is copied, and the copy is aligned
     uint64_t address = reinterpret_cast<uint64_t>(t.const_data_ptr());
     if (i == Mean || i == Var) address += entry.branch * t.size(-1) * t.element_size();
@@ -580,11 +595,11 @@ Tensor normalize(const Inputs& inputs, const Entry& entry, const std::shared_ptr
     const Tensor partials = plan.partial_floats != 0 ? plan.floats(plan.partial_floats, x) : work;
     Tensor residual_like_x;
     if (inputs[Residual].defined()) residual_like_x = in_layout_of(inputs[Residual], x, plan.channels_last);
-    std::array<Tensor, 16> tensors = {
+    std::array<Tensor, 17> tensors = {
         x, y, residual_like_x, work, partials, inputs[Weight], inputs[Bias], inputs[Weight2], inputs[Bias2],
         inputs[Segment], inputs[Label], inputs[MeanLogits], inputs[VarLogits], inputs[Mean], inputs[Var],
-        inputs[Batches]};
-    std::array<uint64_t, 16> offsets{};
+        inputs[Batches], inputs[Mask]};
+    std::array<uint64_t, 17> offsets{};
     if (entry.branch != 0 && inputs[Mean].defined()) {
       for (size_t i = 13; i < 16; ++i) {  // the rows of the branch
         if (plan.device < 0) {
@@ -611,6 +626,7 @@ Tensor normalize(const Inputs& inputs, const Entry& entry, const std::shared_ptr
         inputs[VarLogits]));
     node->learned = learned;
     for (size_t i = 0; i < Differentiable; ++i) node->saved[i] = SavedVariable(inputs[i], false);
+    node->saved_mask = SavedVariable(inputs[Mask], false);
     node->work = std::move(work);
     node->segment = inputs[Segment];
     node->label = inputs[Label];
@@ -624,7 +640,7 @@ PyObject* entry_call(PyObject* self, PyObject* const* args, size_t flags, PyObje
   HANDLE_TH_ERRORS
   const auto& entry = *reinterpret_cast<Entry*>(self);
   TORCH_CHECK_TYPE(PyVectorcall_NARGS(flags) == Arguments && names == nullptr,
-                   "an entry takes 13 tensors or None, a momentum and an epsilon");
+                   "an entry takes 14 tensors or None, a momentum and an epsilon");
   if (entry.learned_calls->empty() || !is_ordinary()) Py_RETURN_NONE;
   Inputs inputs;
   if (!read_inputs(args, entry, inputs)) Py_RETURN_NONE;
@@ -659,9 +675,9 @@ struct PlanObject {
 PyObject* plan_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
   HANDLE_TH_ERRORS
   long long forward = 0, backward = 0, partials = 0;
-  int device = 0, channels_last = 0, reads = 0, act = 0, residual = 0, meet = 0;
-  if (PyArg_ParseTuple(args, "LLLippppp", &forward, &backward, &partials, &device, &channels_last, &reads, &act,
-                       &residual, &meet) == 0) {
+  int device = 0, channels_last = 0, reads = 0, residual = 0, has_inner = 0, meet = 0;
+  if (PyArg_ParseTuple(args, "LLLippppp", &forward, &backward, &partials, &device, &channels_last, &reads,
+                       &residual, &has_inner, &meet) == 0) {
     return nullptr;
   }
   Owned object = checked(type->tp_alloc(type, 0));
@@ -672,8 +688,8 @@ PyObject* plan_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
   plan->device = device;
   plan->channels_last = channels_last != 0;
   plan->reads = reads != 0;
-  plan->act = act != 0;
   plan->residual = residual != 0;
+  plan->has_inner = has_inner != 0;
   plan->meet = meet != 0;
   reinterpret_cast<PlanObject*>(object.get())->plan = new std::shared_ptr<Plan>(std::move(plan));
   return object.release();
@@ -783,12 +799,12 @@ void entry_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// learn(plan, launch plan of Python, the 13 tensors): serve calls like this one from now on. Returns whether it will.
+// learn(plan, launch plan of Python, the 14 tensors): serve calls like this one from now on. Returns whether it will.
 PyObject* entry_learn(PyObject* self, PyObject* const* args, Py_ssize_t number) {
   HANDLE_TH_ERRORS
   auto& entry = *reinterpret_cast<Entry*>(self);
   TORCH_CHECK_TYPE(number == 2 + InputCount && Py_TYPE(args[0]) == plan_type,
-                   "learn takes a plan, Python's launch plan and 13 tensors");
+                   "learn takes a plan, Python's launch plan and 14 tensors");
   const auto& plan = *reinterpret_cast<PlanObject*>(args[0])->plan;
   Inputs inputs;
   if (plan->launches[Plan::Forward].load() == nullptr || entry.learned_calls->size() >= 64) Py_RETURN_FALSE;

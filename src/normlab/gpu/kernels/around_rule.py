@@ -75,6 +75,52 @@ def pool_groups(
 
 
 @triton.jit
+def masked_pool(
+    stats, counts, pooled_mean, pooled_var, pooled_count, N, R, groups, BATCH: tl.constexpr, BN: tl.constexpr,
+    BR: tl.constexpr,
+):  # fmt: skip
+    """Mean, variance and count of each of ``groups`` equal groups of rows, of every sample or, if BATCH, over them.
+
+    Moments are ``[2, N, R]``, and ``counts [N]`` is how many values a row of each sample has. Variances without values
+    are one.
+    """
+    cell = tl.program_id(0)
+    width = R // groups
+    first, many = cell // groups, 1
+    if BATCH:
+        first, many = cell * 0, N
+    begin = (cell % groups) * width
+    number = tl.zeros((BN,), tl.float32)
+    total = tl.zeros((BN, BR), tl.float32)
+    for start in range(0, many, BN):
+        n = start + tl.arange(0, BN)
+        size = tl.load(counts + first + n, mask=n < many, other=0).to(tl.float32)
+        number += size
+        for k in range(0, width, BR):
+            r = k + tl.arange(0, BR)
+            ok = (n < many)[:, None] & (r < width)[None, :]
+            at = (first + n)[:, None] * R + (begin + r)[None, :]
+            total += size[:, None] * tl.load(stats + at, mask=ok, other=0.0)
+    count = tl.sum(number, 0) * width
+    whole = tl.maximum(count, 1.0)
+    mean = tl.sum(tl.sum(total, 1), 0) / whole
+    total = tl.zeros((BN, BR), tl.float32)
+    for start in range(0, many, BN):
+        n = start + tl.arange(0, BN)
+        size = tl.load(counts + first + n, mask=n < many, other=0).to(tl.float32)
+        for k in range(0, width, BR):
+            r = k + tl.arange(0, BR)
+            ok = (n < many)[:, None] & (r < width)[None, :]
+            at = (first + n)[:, None] * R + (begin + r)[None, :]
+            d = tl.where(ok, tl.load(stats + at, mask=ok, other=0.0) - mean, 0.0)
+            total += size[:, None] * (tl.load(stats + N * R + at, mask=ok, other=0.0) + d * d)
+    var = tl.sum(tl.sum(total, 1), 0) / whole
+    tl.store(pooled_mean + cell, mean)
+    tl.store(pooled_var + cell, tl.where(count > 0.0, var, 1.0))
+    tl.store(pooled_count + cell, count)
+
+
+@triton.jit
 def back(
     stats, out, pooled, d_mean, d_var, count, stats_at, out_at, N, R, groups, sample, mean_s, mean_r, var_s, var_r,
     MEAN: tl.constexpr, VAR: tl.constexpr, OWN: tl.constexpr, MORE: tl.constexpr, ABOUT: tl.constexpr,

@@ -6,6 +6,9 @@ wait for each other between passes (MEET). The passes share one buffer, ``work``
 
     coefficients [3, rows], moments [2, rows], sample pool [2, cells], batch pool [2, cells], renorm [2, cells], members
 
+Under a mask the moments are followed by how many positions of each sample count, ``[N]``, and members are such
+positions, not samples. The mask is the last argument of a kernel, None where there is none.
+
 and in backward a second one, ``back``: row sums [2, rows], coefficients [4, rows], sums over each pool [2, cells], and
 each block's share of the gradient of the mixture weights.
 """
@@ -42,12 +45,14 @@ def meet(counter):
 
 
 @triton.jit
-def _split(work, rows, sample_cells, batch_cells, READS: tl.constexpr, RENORM: tl.constexpr):
+def _split(work, rows, N, sample_cells, batch_cells, READS: tl.constexpr, RENORM: tl.constexpr, MASKED: tl.constexpr):
     """The vectors in ``work``."""
     stats = work + 3 * rows
     sample = stats
     if READS:
         sample = stats + 2 * rows
+    if READS and MASKED:
+        sample += N
     batch_mean = sample + 2 * sample_cells
     batch_var = batch_mean + batch_cells
     renorm = batch_var + batch_cells
@@ -70,23 +75,29 @@ def forward(
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Passes: 0 moments, 1 moments of split rows joined, 2 pools, 3 coefficients, 4 ``y``.
 
     Channels last, BQ is positions and BS channels of a tile.
     """
-    stats, sample, batch_mean, batch_var, renorm, members = _split(work, rows, sample_cells, batch_cells, READS, RENORM)
+    MASKED: tl.constexpr = mask is not None
+    stats, sample, batch_mean, batch_var, renorm, members = _split(
+        work, rows, N, sample_cells, batch_cells, READS, RENORM, MASKED
+    )
+    counts = None
+    if MASKED:
+        counts = stats + 2 * rows
     images = N * parts
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, partials, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(x, stats, partials, images, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE, mask)
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(rows, B // 4), step):
-            join_moments(p, partials, stats, rows, s, per_split, splits, B // 4)
+            join_moments(p, partials, stats, rows, s, per_split, splits, B // 4, C, MASKED)
         if MEET:
             meet(counter)
     if (HAS_S or HAS_B) and FIRST <= 2 and STOP > 2:
@@ -95,7 +106,7 @@ def forward(
                 p, stats, sample, batch_mean, batch_var, segment, renorm, members,
                 running_mean, running_var, batches, momentum, eps, r_max, d_max, warmup, r_steps, d_steps,
                 N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs, ghost,
-                HAS_S, HAS_B, LIVE_B, HAS_SEG, GHOST, WIDE, UPDATE and not GHOST, RENORM, BN, BC, BR,
+                HAS_S, HAS_B, LIVE_B, HAS_SEG, GHOST, WIDE, UPDATE and not GHOST, RENORM, BN, BC, BR, counts,
             )  # fmt: skip
         if MEET:
             meet(counter)
@@ -103,23 +114,23 @@ def forward(
         for p in range(pid, tl.cdiv(rows, B), step):
             coefficients(
                 p, work, stats, sample, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
-                weight, bias, weight2, bias2, label, renorm, batches,
+                weight, bias, weight2, bias2, label, renorm, batches, members,
                 C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
                 HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM,
-                UPDATE and (GHOST or not HAS_SEG), B,
+                UPDATE and (GHOST or not HAS_SEG), B, MASKED,
             )  # fmt: skip
         if UPDATE and GHOST:
             for p in range(pid, tl.cdiv(batch_groups, B), step):
                 move_ghosts(
                     p, batch_mean, batch_var, members, running_mean, running_var, momentum, eps, R, s, batch_groups,
-                    batch_cells, RENORM, B,
+                    batch_cells, RENORM, B, MASKED,
                 )  # fmt: skip
         if MEET:
             meet(counter)
     if FIRST <= 4 and STOP > 4:
         apply_pass(
             x, y, residual, work, images, s, C, R, parts, rows, per_split2, splits2, leak,
-            UNIT, BQ2, BS2, ACT, RES, False,
+            UNIT, BQ2, BS2, ACT, RES, False, mask,
         )  # fmt: skip
 
 
@@ -136,11 +147,17 @@ def backward(
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Passes: 0 row sums, 1 sums of split rows joined, 2 sums over the pools and gradients of affine maps, 3
     coefficients and gradients of mixture weights, 4 ``dx``."""
-    stats, sample, batch_mean, batch_var, renorm, members = _split(work, rows, sample_cells, batch_cells, READS, RENORM)
+    MASKED: tl.constexpr = mask is not None
+    stats, sample, batch_mean, batch_var, renorm, members = _split(
+        work, rows, N, sample_cells, batch_cells, READS, RENORM, MASKED
+    )
+    counts = None
+    if MASKED:
+        counts = stats + 2 * rows
     sums = back
     coef = back + 2 * rows
     sample_sums = coef + 4 * rows
@@ -152,7 +169,7 @@ def backward(
     if FIRST <= 0 and STOP > 0:
         sums_pass(
             dy, x, residual, d_inner, sums, partials, work, images, s, C, R, parts, rows, per_split, splits, leak,
-            UNIT, BQ, BS, ACT, RES, False,
+            UNIT, BQ, BS, ACT, RES, False, mask,
         )  # fmt: skip
         if MEET:
             meet(counter)
@@ -181,14 +198,14 @@ def backward(
                 weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
                 d_logits, d_mean_logits, d_var_logits, affine_programs,
                 C, R, rows, s, parts, sample_cells, sample_groups, batch_cells, batch_groups,
-                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM, LIVE_B, B, BK,
+                HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM, LIVE_B, B, BK, counts,
             )  # fmt: skip
         if MEET:
             meet(counter)
     if FIRST <= 4 and STOP > 4:
         gradient_pass(
             dy, x, d_inner, dx, work, coef, images, s, C, R, parts, rows, per_split2, splits2, leak,
-            UNIT, BQ2, BS2, ACT, RES, False,
+            UNIT, BQ2, BS2, ACT, RES, False, mask,
         )  # fmt: skip
 
 
@@ -201,27 +218,30 @@ _SIZES = ["N", "per_split", "splits"]
 def moments(
     x, stats, partials, at, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, SINGLE: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
+    mask=None,
 ):  # fmt: skip
     """The moments begin ``at`` in ``stats``. JOIN joins the moments of split rows."""
     stats += at
     if JOIN:
-        join_moments(tl.program_id(0), partials, stats, rows, s, per_split, splits, B // 4)
+        join_moments(tl.program_id(0), partials, stats, rows, s, per_split, splits, B // 4, C, mask is not None)
     else:
-        moments_pass(x, stats, partials, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(
+            x, stats, partials, N * parts, s, C, R, parts, rows, per_split, splits, UNIT, BQ, BS, SINGLE, mask
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def sums(
     dy, x, residual, d_inner, out, coef, partials, leak, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    CHANNEL: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr,
+    CHANNEL: tl.constexpr, B: tl.constexpr, JOIN: tl.constexpr, mask=None,
 ):  # fmt: skip
     if JOIN:
         join_sums(tl.program_id(0), partials, out, rows, splits, B // 4)
     else:
         sums_pass(
             dy, x, residual, d_inner, out, partials, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak,
-            UNIT, BQ, BS, ACT, RES, CHANNEL,
+            UNIT, BQ, BS, ACT, RES, CHANNEL, mask,
         )  # fmt: skip
 
 
@@ -229,11 +249,11 @@ def sums(
 def apply(
     x, y, residual, coef, leak, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     apply_pass(
         x, y, residual, coef, N * parts, s, C, R, parts, rows, per_split, splits, leak, UNIT, BQ, BS, ACT, RES,
-        CHANNEL,
+        CHANNEL, mask,
     )  # fmt: skip
 
 
@@ -241,10 +261,10 @@ def apply(
 def gradient(
     dy, x, d_inner, dx, forward, coef, leak, at, N, C, R, rows, s, parts, per_split, splits,
     UNIT: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    CHANNEL: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Coefficients begin ``at`` in ``coef``."""
     gradient_pass(
         dy, x, d_inner, dx, forward, coef + at, N * parts, s, C, R, parts, rows, per_split, splits, leak,
-        UNIT, BQ, BS, ACT, RES, CHANNEL,
+        UNIT, BQ, BS, ACT, RES, CHANNEL, mask,
     )  # fmt: skip

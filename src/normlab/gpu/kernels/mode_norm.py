@@ -5,6 +5,9 @@ of them, and its programs wait for each other between passes (MEET). The passes 
 
     coefficients [3, rows], moments [2, rows], gates [N, K], means and variances of the modes [2, K, C], counts [K]
 
+Under a mask the moments are followed by how many positions of each sample count, ``[N]``, and a sample belongs to its
+modes as many times.
+
 and in backward ``back``: row sums [2, rows], coefficients [4, rows], gradients at the means and variances of the modes
 [2, K, C] and at the logits of the gates [N, K]. Nothing uses atomics. Capitals are constexpr.
 
@@ -75,11 +78,20 @@ def _mixture(n, c, ok, gates, mode_mean, mode_var, eps, N, C, K: tl.constexpr):
 
 
 @triton.jit
+def _share(gates, counted, n, k, N, K: tl.constexpr):
+    """What samples add to mode ``k``: their gates or, under a mask, those times their positions that count."""
+    g = tl.load(gates + n * K + k, mask=n < N, other=0.0)
+    if counted is not None:
+        g *= tl.load(counted + n, mask=n < N, other=0.0)
+    return g
+
+
+@triton.jit
 def _modes(
     pid, out, stats, gates, mode_mean, mode_var, counts, running_mean, running_var, batches, momentum, eps,
     weight, bias, weight2, bias2, N, C, rows,
     K: tl.constexpr, LIVE: tl.constexpr, UPDATE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
-    BN: tl.constexpr, BC: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, counted=None,
 ):  # fmt: skip
     """Mean and variance of every mode in a block of channels, the running statistics, and the coefficients of the
     rows."""
@@ -95,7 +107,7 @@ def _modes(
             for n0 in range(0, N, BN):
                 n = n0 + i
                 ok = (n < N)[:, None] & col[None, :]
-                g = tl.load(gates + n * K + k, mask=n < N, other=0.0)
+                g = _share(gates, counted, n, k, N, K)
                 m = tl.load(stats + (n * C)[:, None] + c[None, :], mask=ok, other=0.0)
                 acc += tl.where(ok, g[:, None] * (m - about[None, :]), 0.0)
                 total += g
@@ -107,7 +119,7 @@ def _modes(
             for n0 in range(0, N, BN):
                 n = n0 + i
                 ok = (n < N)[:, None] & col[None, :]
-                g = tl.load(gates + n * K + k, mask=n < N, other=0.0)
+                g = _share(gates, counted, n, k, N, K)
                 at = (n * C)[:, None] + c[None, :]
                 d = tl.load(stats + at, mask=ok, other=0.0) - about[None, :] - mean[None, :]
                 v = tl.load(stats + rows + at, mask=ok, other=0.0)
@@ -130,7 +142,13 @@ def _modes(
         tl.store(mode_mean + cell, mean, mask=col)
         tl.store(mode_var + cell, var, mask=col)
     if UPDATE and pid == 0:
-        tl.store(batches, tl.load(batches) + 1)
+        one = 1
+        if counted is not None:
+            seen = tl.zeros((BN,), tl.float32)
+            for n0 in range(0, N, BN):
+                seen += tl.load(counted + n0 + i, mask=n0 + i < N, other=0.0)
+            one = (tl.sum(seen, 0) > 0.0).to(tl.int64)
+        tl.store(batches, tl.load(batches) + one)
     tl.debug_barrier()  # each thread reads what others of this program stored
     for n0 in range(0, N, BN):
         n = n0 + i
@@ -224,7 +242,7 @@ def _gates_backward(
     n, out, coef, stats, sums, gates, mode_mean, mode_var, counts, at_modes, at_logits, gate_weight, eps,
     weight, bias, weight2, bias2, C, rows, s,
     K: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, SHARED: tl.constexpr, SECOND: tl.constexpr,
-    BR: tl.constexpr,
+    BR: tl.constexpr, counted=None,
 ):  # fmt: skip
     """Gradients at the logits of sample ``n``, and the coefficients of ``dx = scale * dy + slope * (x - mean) +
     offset`` of its rows, ``[4, N, C]``."""
@@ -234,6 +252,9 @@ def _gates_backward(
     count = g + 1.0
     if LIVE:
         count = tl.maximum(tl.load(counts + k, mask=mode, other=1.0), _TINY)
+    if counted is not None:
+        own = tl.load(counted + n)
+        s = tl.maximum(own, 1.0)
     acc = tl.zeros((KP, BR), tl.float32)
     for start in range(0, C, BR):
         c = start + j
@@ -254,7 +275,10 @@ def _gates_backward(
             b = tl.load(at_modes + K * C + cell, mask=inside, other=0.0)
             d = (tl.load(stats + at, mask=ok, other=0.0) - about)[None, :] - mean
             v = tl.load(stats + rows + at, mask=ok, other=0.0)
-            part += (a * d + b * (d * d + (v[None, :] - var))) / count[:, None]
+            at_sample = a * d + b * (d * d + (v[None, :] - var))
+            if counted is not None:
+                at_sample *= own
+            part += at_sample / count[:, None]
         acc += tl.where(inside, part, 0.0)
     at_gate = tl.sum(acc, 1)
     at_logit = g * (at_gate - tl.sum(g * at_gate, 0))
@@ -277,7 +301,10 @@ def _gates_backward(
             b = tl.load(at_modes + K * C + cell, mask=inside, other=0.0)
             d = (m - tl.load(stats + c, mask=ok, other=0.0))[None, :]
             d -= tl.load(mode_mean + cell, mask=inside, other=0.0)
-            share = (g / count)[:, None]
+            share = g
+            if counted is not None:
+                share = g * own
+            share = (share / count)[:, None]
             offset += tl.sum(share * (a + 2.0 * b * d), 0)
             slope += 2.0 * tl.sum(share * b, 0)
         tl.store(out + at, tl.load(coef + rows + at, mask=ok, other=0.0), mask=ok)
@@ -313,10 +340,12 @@ def _gate_gradients(
 
 
 @triton.jit
-def _split(work, N, C, rows, K: tl.constexpr):
+def _split(work, N, C, rows, K: tl.constexpr, MASKED: tl.constexpr):
     """The vectors in ``work`` after the coefficients."""
     stats = work + 3 * rows
     gates = stats + 2 * rows
+    if MASKED:
+        gates += N
     mode_mean = gates + N * K
     mode_var = mode_mean + K * C
     return stats, gates, mode_mean, mode_var, mode_var + K * C
@@ -332,22 +361,26 @@ def forward(
     SINGLE: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, UPDATE: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Passes: 0 moments, 1 moments of split rows joined, 2 gates, 3 modes and coefficients, 4 ``y``.
 
     Channels last, BQ is positions and BS channels of a tile.
     """
-    stats, gates, mode_mean, mode_var, counts = _split(work, N, C, rows, K)
+    MASKED: tl.constexpr = mask is not None
+    stats, gates, mode_mean, mode_var, counts = _split(work, N, C, rows, K, MASKED)
+    counted = None
+    if MASKED:
+        counted = stats + 2 * rows
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     if FIRST <= 0 and STOP > 0:
-        moments_pass(x, stats, partials, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE)
+        moments_pass(x, stats, partials, N, s, C, C, 1, rows, per_split, splits, UNIT, BQ, BS, SINGLE, mask)
         if MEET:
             meet(counter)
     if UNIT == 0 and FIRST <= 1 and STOP > 1 and splits > 1:
         for p in range(pid, tl.cdiv(rows, B // 4), step):
-            join_moments(p, partials, stats, rows, s, per_split, splits, B // 4)
+            join_moments(p, partials, stats, rows, s, per_split, splits, B // 4, C, MASKED)
         if MEET:
             meet(counter)
     if FIRST <= 2 and STOP > 2:
@@ -359,14 +392,14 @@ def forward(
         for p in range(pid, tl.cdiv(C, BC), step):
             _modes(
                 p, work, stats, gates, mode_mean, mode_var, counts, running_mean, running_var, batches, momentum, eps,
-                weight, bias, weight2, bias2, N, C, rows, K, LIVE, UPDATE, SHARED, SECOND, BN, BC,
+                weight, bias, weight2, bias2, N, C, rows, K, LIVE, UPDATE, SHARED, SECOND, BN, BC, counted,
             )  # fmt: skip
         if MEET:
             meet(counter)
     if FIRST <= 4 and STOP > 4:
         apply_pass(
             x, y, residual, work, N, s, C, C, 1, rows, per_split2, splits2, leak, UNIT, BQ2, BS2, ACT, RES,
-            False,
+            False, mask,
         )  # fmt: skip
 
 
@@ -380,11 +413,15 @@ def backward(
     BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, B: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, MEET: tl.constexpr, mask=None,
 ):  # fmt: skip
     """Passes: 0 row sums, 1 sums of split rows joined, 2 gradients at the modes and of affine maps, 3 gradients at the
     gates and coefficients, 4 gradients of the gates' parameters, 5 ``dx``."""
-    stats, gates, mode_mean, mode_var, counts = _split(work, N, C, rows, K)
+    MASKED: tl.constexpr = mask is not None
+    stats, gates, mode_mean, mode_var, counts = _split(work, N, C, rows, K, MASKED)
+    counted = None
+    if MASKED:
+        counted = stats + 2 * rows
     sums = back
     coef = back + 2 * rows
     at_modes = coef + 4 * rows
@@ -394,7 +431,7 @@ def backward(
     if FIRST <= 0 and STOP > 0:
         sums_pass(
             dy, x, residual, d_inner, sums, partials, work, N, s, C, C, 1, rows, per_split, splits, leak,
-            UNIT, BQ, BS, ACT, RES, False,
+            UNIT, BQ, BS, ACT, RES, False, mask,
         )  # fmt: skip
         if MEET:
             meet(counter)
@@ -415,7 +452,7 @@ def backward(
         for p in range(pid, N, step):
             _gates_backward(
                 p, coef, work, stats, sums, gates, mode_mean, mode_var, counts, at_modes, at_logits, gate_weight, eps,
-                weight, bias, weight2, bias2, C, rows, s, K, KP, LIVE, SHARED, SECOND, BR,
+                weight, bias, weight2, bias2, C, rows, s, K, KP, LIVE, SHARED, SECOND, BR, counted,
             )  # fmt: skip
         if MEET:
             meet(counter)
@@ -425,5 +462,5 @@ def backward(
     if FIRST <= 5 and STOP > 5:
         gradient_pass(
             dy, x, d_inner, dx, work, coef, N, s, C, C, 1, rows, per_split2, splits2, leak,
-            UNIT, BQ2, BS2, ACT, RES, False,
+            UNIT, BQ2, BS2, ACT, RES, False, mask,
         )  # fmt: skip

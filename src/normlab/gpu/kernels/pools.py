@@ -7,6 +7,9 @@ row. Each is a function of a program's number. Capitals are constexpr. Nothing u
 SECOND says what the second affine map is. Zero: there is none. ONE_MAP: one for the batch, ``[C]``. TABLE: a row of a
 table ``[K, C]`` for each sample, chosen by ``label [N]``. PER_SAMPLE: each sample has its own, ``[N, C]``. SMALL_TABLE:
 as TABLE, but the table has few rows, and the samples choose most of them.
+
+Under a mask ``counts [N]`` is how many positions of each sample count. A pool weighs samples by them, and its members
+are such positions. Variances without values are one.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def pool_forward(
     N, R, rows, s, sample_cells, sample_groups, batch_groups, batch_cells, sample_programs, ghost,
     HAS_S: tl.constexpr, HAS_B: tl.constexpr, LIVE_B: tl.constexpr, HAS_SEG: tl.constexpr, GHOST: tl.constexpr,
     WIDE: tl.constexpr, UPDATE: tl.constexpr, RENORM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    BR: tl.constexpr,
+    BR: tl.constexpr, counts=None,
 ):  # fmt: skip
     """Mean and variance of every pool, and the running statistics.
 
@@ -51,6 +54,8 @@ def pool_forward(
     each segment. A segment without samples moves nothing and is not counted. Ghost batches share one row, which moves
     later: :func:`move_ghosts`.
     """
+    if counts is not None:
+        s = 1  # members are positions
     if HAS_S and pid < sample_programs:
         per = R // sample_groups
         base = (pid // sample_groups) * R + (pid % sample_groups) * per
@@ -88,11 +93,15 @@ def pool_forward(
                 mine = n < end
                 if HAS_SEG and not GHOST:
                     mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
-                member += mine.to(tl.float32)
+                own = _own(counts, n, mine)
+                member += own
                 for start in range(0, per, BR):
                     ok = mine[:, None] & (start + j < per)[None, :]
                     at = (n * R + g * per)[:, None] + (start + j)[None, :]
-                    acc += tl.load(stats + at, mask=ok, other=0.0)
+                    m = tl.load(stats + at, mask=ok, other=0.0)
+                    if counts is not None:
+                        m *= own[:, None]
+                    acc += m
             count = tl.maximum(tl.sum(member, 0), 1.0) * per
             mean = tl.sum(tl.sum(acc, 1), 0) / count
             acc = tl.zeros((BN, BR), tl.float32)
@@ -101,13 +110,18 @@ def pool_forward(
                 mine = n < end
                 if HAS_SEG and not GHOST:
                     mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
+                own = _own(counts, n, mine)
                 for start in range(0, per, BR):
                     ok = mine[:, None] & (start + j < per)[None, :]
                     at = (n * R + g * per)[:, None] + (start + j)[None, :]
                     d = tl.load(stats + at, mask=ok, other=0.0) - mean
-                    v = tl.load(stats + rows + at, mask=ok, other=0.0)
-                    acc += tl.where(ok, v + d * d, 0.0)
+                    v = tl.load(stats + rows + at, mask=ok, other=0.0) + d * d
+                    if counts is not None:
+                        v *= own[:, None]
+                    acc += tl.where(ok, v, 0.0)
             var = tl.sum(tl.sum(acc, 1), 0) / count
+            if counts is not None:
+                var = tl.where(tl.sum(member, 0) > 0.0, var, 1.0)
             tl.store(batch_mean + b, mean)
             tl.store(batch_var + b, var)
             seen = tl.sum(member, 0)
@@ -135,9 +149,13 @@ def pool_forward(
                 mine = n < end
                 if HAS_SEG and not GHOST:
                     mine = mine & (tl.load(segment + n, mask=mine, other=-1) == seg)
-                member2 += mine.to(tl.float32)
+                own = _own(counts, n, mine)
+                member2 += own
                 at = (n * R)[:, None] + r[None, :]
-                acc2 += tl.load(stats + at, mask=mine[:, None] & col[None, :], other=0.0)
+                m = tl.load(stats + at, mask=mine[:, None] & col[None, :], other=0.0)
+                if counts is not None:
+                    m *= own[:, None]
+                acc2 += m
             count2 = tl.maximum(tl.sum(member2, 0), 1.0)
             mean2 = tl.sum(acc2, 0) / count2
             acc2 = tl.zeros((BN, BC), tl.float32)
@@ -149,9 +167,13 @@ def pool_forward(
                 ok = mine[:, None] & col[None, :]
                 at = (n * R)[:, None] + r[None, :]
                 d = tl.load(stats + at, mask=ok, other=0.0) - mean2[None, :]
-                v = tl.load(stats + rows + at, mask=ok, other=0.0)
-                acc2 += tl.where(ok, v + d * d, 0.0)
+                v = tl.load(stats + rows + at, mask=ok, other=0.0) + d * d
+                if counts is not None:
+                    v *= _own(counts, n, mine)[:, None]
+                acc2 += tl.where(ok, v, 0.0)
             var2 = tl.sum(acc2, 0) / count2
+            if counts is not None:
+                var2 = tl.where(tl.sum(member2, 0) > 0.0, var2, 1.0)
             at = seg * R + r
             tl.store(batch_mean + at, mean2, mask=col)
             tl.store(batch_var + at, var2, mask=col)
@@ -175,8 +197,11 @@ def pool_forward(
                 tl.store(renorm + batch_cells + at, move, mask=col)
                 if UPDATE:
                     new_std = run_std + momentum * (std - run_std)
-                    tl.store(running_mean + r, run_mean + momentum * (mean2 - run_mean), mask=col)
-                    tl.store(running_var + r, tl.maximum(new_std * new_std - eps, 0.0), mask=col)
+                    moves = col
+                    if counts is not None:
+                        moves = col & (seen2 + tl.zeros((BC,), tl.float32) > 0.0)
+                    tl.store(running_mean + r, run_mean + momentum * (mean2 - run_mean), mask=moves)
+                    tl.store(running_var + r, tl.maximum(new_std * new_std - eps, 0.0), mask=moves)
             elif UPDATE:
                 total = count2 * s
                 old_mean = tl.load(running_mean + at, mask=col, other=0.0).to(tl.float32)
@@ -185,6 +210,15 @@ def pool_forward(
                 moves = col & (seen2 + tl.zeros((BC,), tl.float32) > 0.0)
                 tl.store(running_mean + at, old_mean + momentum * (mean2 - old_mean), mask=moves)
                 tl.store(running_var + at, old_var + momentum * (unbiased - old_var), mask=moves)
+
+
+@triton.jit
+def _own(counts, n, mine):
+    """What a pool weighs each sample by: one or, under a mask, how many of its positions count."""
+    own = mine.to(tl.float32)
+    if counts is not None:
+        own = tl.load(counts + n, mask=mine, other=0.0)
+    return own
 
 
 @triton.jit
@@ -200,12 +234,14 @@ def _samples(seg, N, ghost, GHOST: tl.constexpr):
 @triton.jit
 def move_ghosts(
     pid, batch_mean, batch_var, members, running_mean, running_var, momentum, eps, R, s, batch_groups, batch_cells,
-    RENORM: tl.constexpr, B: tl.constexpr,
+    RENORM: tl.constexpr, B: tl.constexpr, MASKED: tl.constexpr = False,
 ):  # fmt: skip
-    """Move the running statistics towards the average of the ghost batches, each weighted by its samples."""
+    """Move the running statistics towards the average of the ghost batches, each weighted by its members."""
     g = pid * B + tl.arange(0, B)
     ok = g < batch_groups
-    a_sample = (R // batch_groups) * s
+    a_member = R // batch_groups
+    if not MASKED:
+        a_member *= s
     first = tl.load(batch_mean + g, mask=ok, other=0.0)
     shift = tl.zeros((B,), tl.float32)
     var = tl.zeros((B,), tl.float32)
@@ -214,11 +250,14 @@ def move_ghosts(
         own = tl.load(members + k)
         v = tl.load(batch_var + k * batch_groups + g, mask=ok, other=0.0)
         if not RENORM:
-            count = own * a_sample
+            count = own * a_member
             v *= count / tl.maximum(count - 1.0, 1.0)
         shift += own * (tl.load(batch_mean + k * batch_groups + g, mask=ok, other=0.0) - first)
         var += own * v
         total += own
+    if MASKED:
+        ok &= total + shift * 0.0 > 0.0
+        total = tl.maximum(total, 1.0)
     mean = first + shift / total
     var = var / total
     old_mean = tl.load(running_mean + g, mask=ok, other=0.0).to(tl.float32)
@@ -373,13 +412,14 @@ def _corrected_affine(
 @triton.jit
 def coefficients(
     pid, out, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits, eps,
-    weight, bias, weight2, bias2, label, renorm, batches,
+    weight, bias, weight2, bias2, label, renorm, batches, members,
     C, R, rows, parts, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, COUNT: tl.constexpr, B: tl.constexpr,
+    MASKED: tl.constexpr = False,
 ):  # fmt: skip
-    """Center, scale and shift of every row, ``[3, N, R]``. COUNT: one program counts the batch."""
+    """Center, scale and shift of every row, ``[3, N, R]``. COUNT: one program counts the batch, if it has members."""
     q = pid * B + tl.arange(0, B)
     ok = q < rows
     safe = tl.minimum(q, rows - 1)
@@ -396,7 +436,13 @@ def coefficients(
     tl.store(out + rows + q, scale * w, mask=ok)
     tl.store(out + 2 * rows + q, b, mask=ok)
     if COUNT and pid == 0:
-        tl.store(batches, tl.load(batches) + 1)
+        one = 1
+        if MASKED:
+            seen = tl.load(members)
+            for k in range(1, batch_cells // batch_groups):
+                seen += tl.load(members + k)
+            one = (seen > 0.0).to(tl.int64)
+        tl.store(batches, tl.load(batches) + one)
 
 
 @triton.jit
@@ -680,7 +726,7 @@ def _row_gradient(
     C, R, rows, s, sample_cells, sample_groups, batch_cells, batch_groups,
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
-    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
+    SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr, counts=None,
 ):  # fmt: skip
     """The coefficients of ``dx = scale * dy + offset + slope * (x - mean)``, of rows ``(n, r)``."""
     _, scale = _standard(
@@ -694,6 +740,8 @@ def _row_gradient(
     offset, half, mean = zero, zero, zero
     if HAS_I or HAS_S or LIVE_B:
         mean = tl.load(stats + n * R + r, mask=ok, other=0.0)
+    if counts is not None and (HAS_I or HAS_S):
+        s = tl.maximum(tl.load(counts + n, mask=ok, other=1.0), 1.0)
     if HAS_I:
         s0 = tl.load(sums + n * R + r, mask=ok, other=0.0)
         s1 = tl.load(sums + rows + n * R + r, mask=ok, other=0.0)
@@ -711,11 +759,16 @@ def _row_gradient(
     if HAS_B and LIVE_B:
         per = R // batch_groups
         cell = r // per
-        count = tl.load(members) * per * s
+        member = tl.load(members)
         if HAS_SEG:
             seg = tl.load(segment + n).to(tl.int32)
             cell += seg * batch_groups
-            count = tl.load(members + seg) * per * s
+            member = tl.load(members + seg)
+        count = member * per
+        if counts is None:
+            count *= s
+        else:
+            count = tl.maximum(count, 1.0)
         h = _weight(var_logits, K, P_B, PROJECT) * tl.load(batch_sums + batch_cells + cell, mask=ok, other=0.0) / count
         m = tl.load(batch_mean + cell, mask=ok, other=0.0)
         offset += _weight(mean_logits, K, P_B, PROJECT) * tl.load(batch_sums + cell, mask=ok, other=0.0) / count
@@ -733,7 +786,7 @@ def coefficients_backward(
     HAS_I: tl.constexpr, HAS_S: tl.constexpr, HAS_B: tl.constexpr, HAS_SEG: tl.constexpr,
     P_I: tl.constexpr, P_S: tl.constexpr, P_B: tl.constexpr, K: tl.constexpr, PROJECT: tl.constexpr,
     SHARED: tl.constexpr, SECOND: tl.constexpr, RENORM: tl.constexpr, LIVE_B: tl.constexpr,
-    B: tl.constexpr, BK: tl.constexpr,
+    B: tl.constexpr, BK: tl.constexpr, counts=None,
 ):  # fmt: skip
     """The coefficients of ``dx = scale * dy + slope * (x - mean) + offset``, of every row, ``[4, N, R]``.
 
@@ -747,7 +800,7 @@ def coefficients_backward(
         n, r, r // parts, ok, sums, stats, sample_stats, batch_mean, batch_var, segment, mean_logits, var_logits,
         eps, weight, bias, weight2, bias2, label, renorm, sample_sums, batch_sums, members,
         C, R, rows, s, sample_cells, sample_groups, batch_cells, batch_groups,
-        HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM, LIVE_B,
+        HAS_I, HAS_S, HAS_B, HAS_SEG, P_I, P_S, P_B, K, PROJECT, SHARED, SECOND, RENORM, LIVE_B, counts,
     )  # fmt: skip
     tl.store(out + q, scale, mask=ok)
     tl.store(out + rows + q, slope, mask=ok)

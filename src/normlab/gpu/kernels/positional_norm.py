@@ -4,6 +4,9 @@ A program takes a block of a sample's positions with all channels at once; in ba
 other. Where there are too many channels, the kernels ``..._in_parts`` take some at a time. A large mean is rounded, so
 the deviations from it have a small mean of their own, which is subtracted as well. Capitals are constexpr. Nothing uses
 atomics.
+
+Under a ``mask [N, S]``, bool, positions that do not count are read and written as zero; None leaves no trace in what is
+compiled.
 """
 
 from __future__ import annotations
@@ -50,6 +53,22 @@ def _within(c, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr):
         return p[:, None] * C + c[None, :]
     else:
         return c[None, :] * S + p[:, None]
+
+
+@triton.jit
+def _keep(mask, n, p, p_ok, S):
+    """Which of the positions ``p`` of sample ``n`` count; None: all do."""
+    keep = None
+    if mask is not None:
+        keep = tl.load(mask + n.to(tl.int64) * S + p, mask=p_ok, other=0)
+    return keep
+
+
+@triton.jit
+def _hide(v, keep):
+    if keep is not None:
+        v = tl.where(keep[:, None], v, 0.0)
+    return v
 
 
 @triton.jit
@@ -102,8 +121,10 @@ def _input_gradient(g, h, r, over, along, C, CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(squares, p_ok, C, eps):
-    """The reciprocal standard deviation. It is 1 beyond the last position, where with eps zero it would be infinite."""
+def _reciprocal(squares, p_ok, C, eps, keep=None):
+    """The reciprocal standard deviation. It is 1 where no position counts: with eps zero it would be infinite."""
+    if keep is not None:
+        p_ok = keep
     return tl.rsqrt(tl.where(p_ok, squares / C + eps, 1.0))[:, None]
 
 
@@ -122,7 +143,7 @@ def _affine(n, c, C, weight, bias, AFFINE: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.constexpr):
+def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.constexpr, keep=None):
     """The gradient before the activation."""
     g = _read(dy, at, ok)
     if ACT > 0:
@@ -130,7 +151,7 @@ def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.const
         if RES:
             z += _read(residual, at, ok)
         g = through_activation(z, g, leak, ACT)
-    return g
+    return _hide(g, keep)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -138,6 +159,7 @@ def forward(
     x, y, residual, weight, bias, eps, leak, C, S, blocks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     CENTERED: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    mask=None,
 ):  # fmt: skip
     C, S = _known(C, S, LAST, UNIT)
     n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -145,12 +167,13 @@ def forward(
     p_ok = block * BP + tl.arange(0, BP) < S
     ok = p_ok[:, None] & (c < C)[None, :]
     at = _begin(n, block, C, S, LAST, FAR, BP) + _within(c, C, S, LAST, FAR, BP)
-    d, squares = _deviations(_read(x, at, ok), ok, C, CENTERED)
+    keep = _keep(mask, n, block * BP + tl.arange(0, BP), p_ok, S)
+    d, squares = _deviations(_hide(_read(x, at, ok), keep), ok, C, CENTERED)
     w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-    z = d * _reciprocal(squares, p_ok, C, eps) * w + b
+    z = d * _reciprocal(squares, p_ok, C, eps, keep) * w + b
     if RES:
         z += _read(residual, at, ok)
-    _write(y, at, activate(z, leak, ACT), ok)
+    _write(y, at, _hide(activate(z, leak, ACT), keep), ok)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -158,7 +181,7 @@ def backward(
     dy, x, dx, residual, d_inner, weight, bias, partials, eps, leak, C, S, per, chunks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
     CENTERED: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
+    PARAMETERS: tl.constexpr, INPUT: tl.constexpr, mask=None,
 ):  # fmt: skip
     """``dx``, the residual's gradient if an activation follows, and each program's share of the gradients of weight and
     bias, ``partials [programs, 2, C]``."""
@@ -175,11 +198,12 @@ def backward(
         p_ok = block * BP + tl.arange(0, BP) < S
         ok = p_ok[:, None] & (c < C)[None, :]
         at = _begin(n, block, C, S, LAST, FAR, BP) + within
-        d, squares = _deviations(_read(x, at, ok), ok, C, CENTERED)
-        r = _reciprocal(squares, p_ok, C, eps)
+        keep = _keep(mask, n, block * BP + tl.arange(0, BP), p_ok, S)
+        d, squares = _deviations(_hide(_read(x, at, ok), keep), ok, C, CENTERED)
+        r = _reciprocal(squares, p_ok, C, eps, keep)
         h = d * r
-        g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
-        if ACT > 0 and RES:
+        g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES, keep)
+        if RES and (ACT > 0 or mask is not None):
             _write(d_inner, at, g, ok)
         if PARAMETERS:
             sum_w += g * h
@@ -200,7 +224,7 @@ def backward(
 @triton.jit
 def _statistics(
     x, n, block, p_ok, C, S, LAST: tl.constexpr, FAR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
-    CENTERED: tl.constexpr,
+    CENTERED: tl.constexpr, keep=None,
 ):  # fmt: skip
     """The mean of some positions (zero if not CENTERED), its rounding error, and the sums of squared deviations."""
     begin = _begin(n, block, C, S, LAST, FAR, BP)
@@ -209,14 +233,15 @@ def _statistics(
         for start in range(0, C, BC):
             c = start + tl.arange(0, BC)
             ok = p_ok[:, None] & (c < C)[None, :]
-            total += tl.sum(_read(x, begin + _within(c, C, S, LAST, FAR, BP), ok), 1)
+            total += tl.sum(_hide(_read(x, begin + _within(c, C, S, LAST, FAR, BP), ok), keep), 1)
     mean = total / C
     off = tl.zeros((BP,), tl.float32)
     squares = tl.zeros((BP,), tl.float32)
     for start in range(0, C, BC):
         c = start + tl.arange(0, BC)
         ok = p_ok[:, None] & (c < C)[None, :]
-        d = tl.where(ok, _read(x, begin + _within(c, C, S, LAST, FAR, BP), ok) - mean[:, None], 0.0)
+        d = _read(x, begin + _within(c, C, S, LAST, FAR, BP), ok)
+        d = tl.where(ok, _hide(d, keep) - mean[:, None], 0.0)
         if CENTERED:
             off += tl.sum(d, 1)
         squares += tl.sum(d * d, 1)
@@ -229,13 +254,15 @@ def forward_in_parts(
     x, y, residual, weight, bias, eps, leak, C, S, blocks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     CENTERED: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
+    mask=None,
 ):  # fmt: skip
     C, S = _known(C, S, LAST, UNIT)
     n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     p_ok = block * BP + tl.arange(0, BP) < S
     begin = _begin(n, block, C, S, LAST, FAR, BP)
-    mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC, CENTERED)
-    r = _reciprocal(squares, p_ok, C, eps)
+    keep = _keep(mask, n, block * BP + tl.arange(0, BP), p_ok, S)
+    mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC, CENTERED, keep)
+    r = _reciprocal(squares, p_ok, C, eps, keep)
     for start in range(0, C, BC):
         c = start + tl.arange(0, BC)
         ok = p_ok[:, None] & (c < C)[None, :]
@@ -244,7 +271,7 @@ def forward_in_parts(
         z = (_read(x, at, ok) - mean - off) * r * w + b
         if RES:
             z += _read(residual, at, ok)
-        _write(y, at, activate(z, leak, ACT), ok)
+        _write(y, at, _hide(activate(z, leak, ACT), keep), ok)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -252,7 +279,7 @@ def backward_in_parts(
     dy, x, dx, residual, d_inner, weight, bias, partials, eps, leak, C, S, per, chunks,
     LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     CENTERED: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr,
-    PARAMETERS: tl.constexpr, INPUT: tl.constexpr,
+    PARAMETERS: tl.constexpr, INPUT: tl.constexpr, mask=None,
 ):  # fmt: skip
     C, S = _known(C, S, LAST, UNIT)
     pid = tl.program_id(0)
@@ -262,18 +289,19 @@ def backward_in_parts(
     for block in range(first, tl.minimum(first + per, tl.cdiv(S, BP))):
         p_ok = block * BP + tl.arange(0, BP) < S
         begin = _begin(n, block, C, S, LAST, FAR, BP)
-        mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC, CENTERED)
-        r = _reciprocal(squares, p_ok, C, eps)
+        keep = _keep(mask, n, block * BP + tl.arange(0, BP), p_ok, S)
+        mean, off, squares = _statistics(x, n, block, p_ok, C, S, LAST, FAR, BP, BC, CENTERED, keep)
+        r = _reciprocal(squares, p_ok, C, eps, keep)
         over = tl.zeros((BP,), tl.float32)
         along = tl.zeros((BP,), tl.float32)
         for start in range(0, C, BC):
             c = start + tl.arange(0, BC)
             ok = p_ok[:, None] & (c < C)[None, :]
             at = begin + _within(c, C, S, LAST, FAR, BP)
-            h = (_read(x, at, ok) - mean - off) * r
+            h = (_hide(_read(x, at, ok), keep) - mean - off) * r
             w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-            g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES)
-            if ACT > 0 and RES:
+            g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES, keep)
+            if RES and (ACT > 0 or mask is not None):
                 _write(d_inner, at, g, ok)
             if PARAMETERS:
                 more = (c < C) & (c * 0 + block > first)
@@ -290,9 +318,9 @@ def backward_in_parts(
                 c = start + tl.arange(0, BC)
                 ok = p_ok[:, None] & (c < C)[None, :]
                 at = begin + _within(c, C, S, LAST, FAR, BP)
-                h = (_read(x, at, ok) - mean - off) * r
+                h = (_hide(_read(x, at, ok), keep) - mean - off) * r
                 w, b = _affine(n, c, C, weight, bias, AFFINE, EACH)
-                g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES) * w
+                g = _inner(dy, residual, at, ok, h, w, b, leak, ACT, RES, keep) * w
                 _write(dx, at, _input_gradient(g, h, r, over, along, C, CENTERED), ok)
 
 

@@ -16,9 +16,9 @@ from ..host import library
 from ..launch_plans import LaunchPlans
 from .layer import NormLayer
 
-# Serves (layer, x, label, residual) with everything decided but the tensors and numbers, which may be replaced at any
-# time; None where it cannot.
-QuickCall: TypeAlias = Callable[[NormLayer, Tensor, "Tensor | None", "Tensor | None"], "Tensor | None"]
+# Serves (layer, x, label, residual, mask) with everything decided but the tensors and numbers, which may be replaced at
+# any time; None where it cannot.
+QuickCall: TypeAlias = Callable[[NormLayer, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"], "Tensor | None"]
 
 
 class PreparedCall:
@@ -31,9 +31,10 @@ class PreparedCall:
 
     def __call__(
         self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None,
-        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (),
+        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (), mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """``sample_branches`` is the branch of each sample, ``[N]``; ``extra`` are tensors that the rule takes last."""
+        """``sample_branches`` is the branch of each sample, ``[N]``; ``extra`` are tensors that the rule takes last;
+        ``mask``, ``[N, 1, *S]`` bool, is dense."""
         raise NotImplementedError
 
     def quick(self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None) -> QuickCall | None:

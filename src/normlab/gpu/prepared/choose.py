@@ -20,17 +20,17 @@ from .positional_norm import PreparedPositionalNorm
 from .recorded_rule import PreparedRecordedRule
 
 
-def prepare(layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any) -> PreparedCall | None:
+def prepare(layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any, masked: bool = False) -> PreparedCall | None:
     """Prepare calls of ``layer`` like this one. None where kernels lack something that the layer asks for.
 
-    ``plans`` are the rows, the segments of each pool and the plan of each pool.
+    ``plans`` are the rows, the segments of each pool and the plan of each pool. ``masked``: with a mask.
     """
     statistics, live = layer.statistics, layer._uses_batch()
     kernels = statistics.kernels(live)
     if kernels is Kernels.POSITIONS:
-        return None if layer._predictor else PreparedPositionalNorm(x, statistics)
+        return None if layer._predictor else PreparedPositionalNorm(x, statistics, masked)
     if kernels is Kernels.MODES:
-        return None if isinstance(branch, Tensor) else _prepare_mode_norm(layer, x, branch, live, plans)
+        return None if isinstance(branch, Tensor) else _prepare_mode_norm(layer, x, branch, live, plans, masked)
     if layer.process_group is not None:
         return None
     rows, segments, plans_of_pools = plans
@@ -41,8 +41,8 @@ def prepare(layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any) -> Pr
         and closed_rule_of(Sources(plans_of_pools, (None,) * pools, (True,) * pools, None, layer.eps)) is not None
     )
     if not of_family:
-        return None if isinstance(branch, Tensor) else _prepare_recorded_rule(layer, x, branch, live, plans)
-    if rows.cuts:
+        return None if isinstance(branch, Tensor) or masked else _prepare_recorded_rule(layer, x, branch, live, plans)
+    if rows.cuts or (masked and rows.parts > 1):  # the engine refuses the latter
         return None
     if statistics.reads_running and (isinstance(branch, Tensor) or (live and not layer.track_running_stats)):
         return None
@@ -52,10 +52,12 @@ def prepare(layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any) -> Pr
     update = layer._update_in_kernel(segments) if moves else None
     if moves and update is None:
         return None
-    return PreparedClosedFamily(layer, x, branch, plans, update is not None)
+    return PreparedClosedFamily(layer, x, branch, plans, update is not None, masked)
 
 
-def _prepare_mode_norm(layer: NormLayer, x: Tensor, branch: int, live: bool, plans: Any) -> PreparedModeNorm | None:
+def _prepare_mode_norm(
+    layer: NormLayer, x: Tensor, branch: int, live: bool, plans: Any, masked: bool
+) -> PreparedModeNorm | None:
     if layer._predictor or layer.process_group is not None:
         return None
     segments = plans[1]
@@ -64,7 +66,7 @@ def _prepare_mode_norm(layer: NormLayer, x: Tensor, branch: int, live: bool, pla
     moves = live and layer.track_running_stats and layer.policy.update
     if moves and layer._update_in_kernel(segments) is None:
         return None
-    return PreparedModeNorm(layer, x, branch, plans, live, moves and not running.in_backward())
+    return PreparedModeNorm(layer, x, branch, plans, live, moves and not running.in_backward(), masked)
 
 
 def _prepare_recorded_rule(

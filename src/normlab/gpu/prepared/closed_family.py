@@ -22,7 +22,9 @@ from .torch_batch_norm import torch_batch_norm
 
 
 class PreparedClosedFamily(PreparedWhole):
-    def __init__(self, layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any, update: bool) -> None:
+    def __init__(
+        self, layer: NormLayer, x: Tensor, branch: int | Tensor, plans: Any, update: bool, masked: bool
+    ) -> None:
         rows, segments, self.plans = plans
         self.per_sample_branch = isinstance(branch, Tensor)
         self.update = update
@@ -45,14 +47,15 @@ class PreparedClosedFamily(PreparedWhole):
         config = config_of(
             shape, rule, self.live, pools if statistics.weighs_pools else 1, self.renorm is not None, branches
         )
-        config = config._replace(update=update and not running.in_backward(), projects=statistics.projects)
+        moves = update and not running.in_backward()
+        config = config._replace(update=moves, projects=statistics.projects, masked=masked)
         one_branch = branch if isinstance(branch, int) else 0
         super().__init__(config, plans_for, rows, one_branch, bounds_of(self.renorm))
         self.by_torch = torch_batch_norm(self)
 
     def __call__(
         self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None,
-        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (),
+        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (), mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if self.by_torch is not None and self.by_torch.serves(layer, x, affine, residual):
             return self.by_torch(layer, x, affine)
@@ -78,11 +81,11 @@ class PreparedClosedFamily(PreparedWhole):
             mean_logits, var_logits = logits or (None, None)
             y = entry(
                 x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label,
-                mean, var, batches, momentum, eps,
+                mean, var, batches, mask, momentum, eps,
             )  # fmt: skip
             if y is not None:
                 return y
-        inputs = NoGradInputs(segment, mean, var, batches, (momentum, eps, *self.bounds), branch)
+        inputs = NoGradInputs(segment, mean, var, batches, (momentum, eps, *self.bounds), branch, mask)
         return run(x, plans, inputs, self.rule, self.rows, affine, logits, residual, entry=entry)
 
     def stored(self, layer: NormLayer) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,7 +149,9 @@ def _quick_call(
     statistics: Any = prepared.statistics
     direct = statistics.names if logits and statistics.weighting != "sparsestmax" else None
 
-    def call(layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+    def call(
+        layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None, mask: Tensor | None
+    ) -> Tensor | None:
         momentum = layer.momentum if update else 0.0
         if momentum is None or (tracks_run_shape and layer._run_shape != spatial):
             return None
@@ -176,7 +181,7 @@ def _quick_call(
                 prepared.keep_read(layer, mean, var, batches)
         return entry(
             x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, mean, var, batches,
-            momentum, layer.eps,
+            mask, momentum, layer.eps,
         )  # fmt: skip
 
     return call

@@ -17,19 +17,21 @@ from .layer import NormLayer
 
 
 class PreparedModeNorm(PreparedWhole):
-    def __init__(self, layer: NormLayer, x: Tensor, branch: int, plans: Any, live: bool, update: bool) -> None:
+    def __init__(
+        self, layer: NormLayer, x: Tensor, branch: int, plans: Any, live: bool, update: bool, masked: bool
+    ) -> None:
         rows, _, self.plans = plans
         self.layer_branch, self.live, self.update = branch, live, update
         self.statistics: Any = layer.statistics
         shape = shape_of(x, rows, dense(x)[1])
         config = ModeNormConfig(
-            shape, self.statistics.number, live, update, False, SecondMap.NONE, act=0, residual=False
+            shape, self.statistics.number, live, update, False, SecondMap.NONE, act=0, residual=False, masked=masked
         )
         super().__init__(config, plans_for, rows)
 
     def __call__(
         self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None,
-        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (),
+        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (), mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         assert sample_branches is None
         if affine.label is not None:  # the kernels take no table: each sample gets its row
@@ -43,10 +45,10 @@ class PreparedModeNorm(PreparedWhole):
         gate = learned["gate_weight"], learned["gate_bias"]
         x = dense(x)[0]
         if entry is not None:
-            y = entry(x, residual, *affine[:4], *gate, None, None, mean, var, batches, momentum, eps)
+            y = entry(x, residual, *affine[:4], *gate, None, None, mean, var, batches, mask, momentum, eps)
             if y is not None:
                 return y
-        inputs = NoGradInputs(None, mean, var, batches, (momentum, eps, *self.bounds))
+        inputs = NoGradInputs(None, mean, var, batches, (momentum, eps, *self.bounds), mask=mask)
         return run(x, plans, inputs, self.rule, self.rows, affine, gate, residual, entry=entry)
 
     def _stored(self, layer: NormLayer) -> tuple[Tensor | None, ...]:
@@ -60,7 +62,9 @@ class PreparedModeNorm(PreparedWhole):
         if layer.affine_terms not in ((), ("shared",)):
             return None
 
-        def call(layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+        def call(
+            layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None, mask: Tensor | None
+        ) -> Tensor | None:
             momentum = layer.momentum if self.update else 0.0
             if momentum is None:
                 return None
@@ -69,7 +73,8 @@ class PreparedModeNorm(PreparedWhole):
             if (weight is None) != (bias is None):
                 return None
             return entry(
-                x, residual, weight, bias, None, None, *gate, None, None, *self._stored(layer), momentum, layer.eps
+                x, residual, weight, bias, None, None, *gate, None, None, *self._stored(layer), mask, momentum,
+                layer.eps,
             )  # fmt: skip
 
         return call
@@ -82,7 +87,7 @@ class PreparedModeNorm(PreparedWhole):
 def _mode_views(plan: ModeNormPlan, work: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of every mode, ``[1, K, C]``, as they normalized."""
     k, c = plan.config.modes, plan.shape.c
-    at = 5 * plan.shape.rows + plan.shape.n * k
+    at = plan.forward_floats - 2 * k * c - k
     mean, var = work[at : at + 2 * k * c].view(2, 1, k, c).unbind()
     about = work[3 * plan.shape.rows :][:c]
     return mean + about, var

@@ -18,25 +18,26 @@ from .layer import NormLayer
 
 
 class PreparedPositionalNorm(PreparedWhole):
-    def __init__(self, x: Tensor, statistics: Any) -> None:
+    def __init__(self, x: Tensor, statistics: Any, masked: bool) -> None:
         self.centered: bool = statistics.centered
         rows = Rows(x.shape[1])
         shape = shape_of(x, rows, dense(x)[1])
-        super().__init__(PositionalNormConfig(shape, False, SecondMap.NONE, 0, False, self.centered), plans_for, rows)
+        config = PositionalNormConfig(shape, False, SecondMap.NONE, 0, False, self.centered, masked)
+        super().__init__(config, plans_for, rows)
 
     def __call__(
         self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None,
-        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (),
+        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (), mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if affine.second != SecondMap.NONE:
             affine = self._as_one_map(affine)
         plans, entry = self.serving(layer, affine, residual)
         eps, x = float(layer.eps), dense(x)[0]
         if entry is not None:
-            y = entry(x, residual, *affine[:4], *(None,) * 7, 0.0, eps)
+            y = entry(x, residual, *affine[:4], *(None,) * 7, mask, 0.0, eps)
             if y is not None:
                 return y
-        inputs = NoGradInputs(None, None, None, None, (0.0, eps, *self.bounds))
+        inputs = NoGradInputs(None, None, None, None, (0.0, eps, *self.bounds), mask=mask)
         return run(x, plans, inputs, self.rule, self.rows, affine, (), residual, entry=entry)
 
     def _as_one_map(self, affine: Affine) -> Affine:
@@ -53,11 +54,13 @@ class PreparedPositionalNorm(PreparedWhole):
         if layer.affine_terms not in ((), ("shared",)):
             return None
 
-        def call(layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+        def call(
+            layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None, mask: Tensor | None
+        ) -> Tensor | None:
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
             if (weight is None) != (bias is None):
                 return None
-            return entry(x, residual, weight, bias, *(None,) * 9, 0.0, layer.eps)
+            return entry(x, residual, weight, bias, *(None,) * 9, mask, 0.0, layer.eps)
 
         return call
 

@@ -45,7 +45,7 @@ class PreparedRecordedRule(PreparedCall):
 
     def __call__(
         self, layer: NormLayer, x: Tensor, affine: Affine, residual: Tensor | None,
-        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (),
+        sample_branches: Tensor | None = None, extra: tuple[Tensor, ...] = (), mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         assert sample_branches is None
         return self._run(layer, dense(x)[0], *affine.composed(), residual, extra)
@@ -102,7 +102,9 @@ class PreparedRecordedRule(PreparedCall):
         if not known or dense(x)[0] is not x:
             return None
 
-        def call(layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+        def call(
+            layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None, mask: Tensor | None
+        ) -> Tensor | None:
             if must_trace(x) or running.in_backward() or (self.update and layer.momentum is None):
                 return None
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]

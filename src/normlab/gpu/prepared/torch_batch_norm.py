@@ -39,7 +39,7 @@ def _torch_is_quicker(config: ClosedFamilyConfig) -> bool:
     plain = config.batch_groups == shape.c == shape.width and not (
         config.instance or config.sample_groups or config.renorm
     )
-    one = config.segments == 1 and not config.mixed and shape.device >= 0
+    one = config.segments == 1 and not config.mixed and not config.masked and shape.device >= 0
     return plain and one and shape.rows * shape.s <= _LARGE and (shape.channels_last or shape.c >= 512)
 
 
@@ -82,7 +82,9 @@ class TorchBatchNorm:
         branch = self.prepared.branch
         name = None if terms != ("branch",) or layer.branches is None else layer.branches[branch]
 
-        def call(layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None) -> Tensor | None:
+        def call(
+            layer: NormLayer, x: Tensor, label: Tensor | None, residual: Tensor | None, mask: Tensor | None
+        ) -> Tensor | None:
             if must_trace(x) or running.in_backward() or layer.momentum is None:
                 return None
             own = layer._parameters
