@@ -185,8 +185,8 @@ class _Input(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, statistics: VectorStatistics | None, x: Tensor, weight: Tensor, gain: Tensor | None,
-        shift: Tensor | None, *learned: Tensor,
+        ctx: Any, statistics: VectorStatistics | None, x: Tensor, weight: Tensor, gain: Any, shift: Any,
+        *learned: Any,
     ) -> Tensor:  # fmt: skip
         kind = torch.promote_types(x.dtype, torch.float32)
         a = multiply(x, weight).to(kind)
@@ -195,9 +195,9 @@ class _Input(torch.autograd.Function):
             ctx.save_for_backward(x, weight)
             return a
         ctx.save_for_backward(x, weight, gain, shift, *learned, a)
-        y, (gain, shift, *learned) = torch.empty_like(a), _wide((gain, shift, *learned), kind)
+        y, (gain, shift, *wide) = torch.empty_like(a), _wide((gain, shift, *learned), kind)
         for at in _parts(a):
-            y[at], kept = statistics.forward(a[at], gain, shift, learned)
+            y[at], kept = statistics.forward(a[at], gain, shift, wide)
             ctx.kept.append(kept)
         return y
 
@@ -206,6 +206,7 @@ class _Input(torch.autograd.Function):
         statistics: VectorStatistics | None = ctx.statistics
         x, weight, *affine = ctx.saved_tensors
         gain, shift, *learned = (None, None) if statistics is None else affine[:-1]
+        d_learned: list[Tensor | None] = [None] * len(learned)
         if wants_plain(dy):
 
             def expression(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, *learned: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ class _Input(torch.autograd.Function):
 
             given = x, weight, gain, shift, *learned
             return None, *differentiate(expression, given, ctx.needs_input_grad[1:], dy)
-        da, d_gain, d_shift, d_learned = dy.contiguous(), None, None, [None] * len(learned)
+        da, d_gain, d_shift = dy.contiguous(), None, None
         if statistics is not None:
             a, dy, da = affine[-1], da, torch.empty_like(da)
             gain, *learned = _wide((gain, *learned), a.dtype)
@@ -256,8 +257,8 @@ class _Sequence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, about: _About, x: Tensor, weight: Tensor, h: Tensor, c: Tensor, gain: Tensor, shift: Tensor | None,
-        cell_gain: Tensor | None, cell_shift: Tensor | None, *learned: Tensor,
+        ctx: Any, about: _About, x: Tensor, weight: Tensor, h: Tensor, c: Tensor, gain: Any, shift: Any,
+        cell_gain: Any, cell_shift: Any, *learned: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         hidden, cell, number, apart, steps = about
         kind, size = torch.promote_types(x.dtype, torch.float32), h.shape[1]
