@@ -238,8 +238,9 @@ def operation(name: str, channels: int, stride: int, norm: NormSpec, *, normed_p
         return nn.Identity() if stride == 1 else Halving(channels, channels, norm)
     size = int(sizes[0])
     if kind.endswith("pool"):
-        pool = nn.MaxPool2d(size, stride, 1) if kind == "max_pool" else nn.AvgPool2d(size, stride, 1,
-                                                                                     count_include_pad=False)  # fmt: skip
+        pool = nn.MaxPool2d(size, stride, 1)
+        if kind == "avg_pool":
+            pool = nn.AvgPool2d(size, stride, 1, count_include_pad=False)
         return nn.Sequential(pool, norm.make(channels)) if normed_pools else pool
     if kind == "dil_conv":
         return nn.Sequential(*_convolutions(channels, channels, size, stride, 2, norm))
@@ -302,8 +303,8 @@ class MixedCell(_Ends):
     def mixed(self, edge: int, x: Tensor, weights: Tensor) -> Tensor:
         """The weighed sum of all operations of an edge; ``none`` adds nothing."""
         each: Any = self.edges[edge]
-        first, *others = (w * each[name](x) for w, name in zip(weights[1:], NAMES[1:], strict=True))
-        return sum(others, start=first)
+        terms: list[Tensor] = [w * each[name](x) for w, name in zip(weights[1:], NAMES[1:], strict=True)]
+        return sum(terms[1:], start=terms[0])
 
 
 class Supernet(nn.Module):
@@ -444,7 +445,7 @@ class Network(nn.Module):
         if not 0 <= p <= 1:
             raise LabError(f"drop path is a share of 0 to 1; got {p}")
         for cell in self.cells:
-            cell.drop = p
+            cell.drop = p  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor | Logits:
         older = last = self.stem(self.standardize(x))
