@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -119,7 +120,10 @@ def whole_formula(layer: normlab.LSTM, x: Tensor, h: Tensor, c: Tensor, weights:
 
 
 def gradients(outputs: Any, wanted: Any) -> list[Tensor]:
-    loss: Any = sum((t * torch.linspace(-1, 2, t.numel(), dtype=t.dtype).reshape(t.shape)).sin().sum() for t in outputs)
+    loss: Any = sum(
+        (t * torch.linspace(-1, 2, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)).sin().sum()
+        for t in outputs
+    )
     found = torch.autograd.grad(loss, wanted, allow_unused=True)
     return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
 
@@ -377,6 +381,72 @@ def test_a_norm_layer_with_a_hook_is_called():
     layer.norm_hh_l0.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(layer(x), expected)
     assert len(calls) == 4
+
+
+def test_conversion_changes_the_norm_layers_of_an_lstm():
+    model, x = nn.Sequential(lstm("layer", 2)), numbers(4, 3, INPUT)
+    normlab.convert(model, "group", num_groups=4, keep=False)
+    expected = lstm("group(4)", 2)
+    expected.load_state_dict(model[0].state_dict())
+    torch.testing.assert_close(model(x), expected(x))
+    normlab.convert(model, "none")
+    plain = lstm("none", 2)
+    plain.load_state_dict(model[0].state_dict())
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_copies_and_files(tmp_path):
+    layer, x = lstm("switchable", 2, apart=False), numbers(4, 3, INPUT)
+    torch.save(layer, tmp_path / "layer.pt")
+    for other in (copy.deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
+        torch.testing.assert_close(other(x), layer(x))
+    assert "norm=layer+group(4), apart=False, eps=1e-05" in repr(layer)
+    assert ", norm=none" in repr(normlab.LSTMCell(INPUT, HIDDEN, norm="none"))
+
+
+def test_without_gradients_nothing_is_kept():
+    layer, x = lstm("switchable", 2), numbers(4, 3, INPUT)
+    expected, state = layer(x)
+    with torch.no_grad():
+        y, found = layer(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(found, state)
+    assert not y.requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x)[0], expected)
+    layer.requires_grad_(False)
+    assert layer(x)[0].grad_fn is None
+    x.requires_grad_()  # frozen weights still pass gradients on
+    plain = torch.autograd.grad(lstm_loop_alone(layer, x), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(layer(x)[0].sum(), x)[0], plain)
+
+
+def lstm_loop_alone(layer: Any, x: Tensor) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lstm_loop, "must_trace", lambda x: True)
+        return layer(x)[0].sum()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("norm", ["layer", "group", "switchable", "rms"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_on_a_gpu_as_on_the_cpu(norm, apart):
+    layer, lengths = lstm(NORMS[norm], 2, bidirectional=True, apart=apart), [2, 5, 1, 3]
+    x = numbers(5, 4, INPUT)
+    found = []
+    for device in ("cpu", "cuda"):
+        layer, given = layer.to(device), x.to(device).requires_grad_()
+        packed = pack_padded_sequence(given, torch.tensor(lengths), enforce_sorted=False)
+        for taken in (given, packed):
+            y, state = layer(taken)
+            outputs = (y.data if isinstance(y, PackedSequence) else y, *state)
+            found.append([t.cpu() for t in (*outputs, *gradients(outputs, [given, *layer.parameters()]))])
+    torch.testing.assert_close(found[2], found[0], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(found[3], found[1], rtol=1e-8, atol=1e-8)
+    layer, x = normlab.LSTM(INPUT, HIDDEN, 2, norm=NORMS[norm], apart=apart), torch.randn(20, 3, INPUT)
+    expected = layer(x)[0]
+    y, _ = layer.to("cuda", torch.bfloat16)(x.to("cuda", torch.bfloat16))
+    torch.testing.assert_close(y.float().cpu(), expected, rtol=0, atol=0.03)
 
 
 # --- ways to run ------------------------------------------------------------------------------------------------------
