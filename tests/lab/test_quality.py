@@ -222,6 +222,16 @@ def tiny_data(n=60, side=8, channels=1, name="tiny"):
     return Data(name, Images(x[:half], y[:half]), Images(x[half:], y[half:]), ("a", "b", "c"), (0.4,), (0.25,))
 
 
+class Bare(Source):
+    name = "bare"
+
+    def number(self, part):
+        return 40
+
+    def rows(self, part, index, device):
+        return Batch(x=(torch.arange(64).view(1, 1, 8, 8) + index.view(-1, 1, 1, 1)).to(torch.uint8))
+
+
 class Rows(nn.Module):
     """The mean of each row of pixels, and three logits. Counts the images that it sees."""
 
@@ -353,8 +363,10 @@ def test_a_classifier_is_trained_once_and_kept(tmp_path, monkeypatch):
     assert features("classifier(1)", data, cache=tmp_path).digest != first.digest
     own = next(tmp_path.glob("*seed0*"))
     assert features(str(own), data).digest == first.digest, "a run as any other"
-    with pytest.raises(LabError, match=r"labelled images; got Source\. Name the folder of a run"):
-        features("classifier", Source())
+    with pytest.raises(LabError, match=r"labelled images; got Bare\. Name the folder of a run"):
+        features("classifier", Bare())
+    with pytest.raises(LabError, match=r"bare does not say its channels, which the network resnet20 is built for"):
+        features("resnet20(weights=x)", Bare())
 
 
 def test_fixed_settings_of_the_classifier():
@@ -601,16 +613,24 @@ def test_features_of_real_images_are_kept(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == 4
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_numbers_of_the_gpu_are_those_of_the_cpu():
+    data = tiny_data()
+    changed = replay(data)
+
+    def darker(labels, generator):
+        return (changed(labels, generator) * 0.9).to(labels.device)
+
+    numbers = []
+    for device in ("cpu", "cuda"):
+        changed = replay(data)  # all images once, in whatever order the device draws the labels
+        numbers.append(Quality(rows(), data, device=device, k=3, splits=1).of(darker, 30))
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
+    assert numbers[1].classes == pytest.approx(numbers[0].classes, rel=1e-4)
+
+
 def test_data_without_labels_have_no_fid_within_classes():
-    class Bare(Source):
-        name = "bare"
-
-        def number(self, part):
-            return 40
-
-        def rows(self, part, index, device):
-            return Batch(x=(torch.arange(64).view(1, 1, 8, 8) + index.view(-1, 1, 1, 1)).to(torch.uint8))
-
     seen = []
     quality = Quality(rows(), Bare(), k=3, splits=2)
     found = quality.of(lambda y, g: seen.append(y) or torch.rand(len(y), 1, 8, 8, generator=g), 40)
