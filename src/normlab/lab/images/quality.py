@@ -362,7 +362,7 @@ class Quality:
                          "covariance lacks full rank. Compare numbers of as many images only.")  # fmt: skip
         if n // classes <= f.dimension and classes > 1:
             found.append(f"Intra-class FID of {n // classes:,} generated images a class with {f.dimension:,} features "
-                         "is too large, for the same reason.")  # fmt: skip
+                         "is too large: covariances lack full rank.")  # fmt: skip
         if n < self.splits:
             found.append(f"There is no IS of {n} images in {self.splits} parts.")
         if min(real, n) <= self.k:
