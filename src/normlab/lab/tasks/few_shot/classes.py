@@ -150,6 +150,8 @@ def _chosen(names: Sequence[str], text: str, share: float, what: str) -> list[st
                 raise LabError(f"{what} = {text}: there is no class {part!r}; {nearest(part, known)} Or give a number.")
             found += known[part]
         return [n for n in names if n in found]
+    if any(2 * len(group) > len(names) for group in groups.values()):  # too few alphabets to hold one out
+        groups = {name: [name] for name in names}
     for group in reversed(groups.values()):
         if len(found) < share * len(names):
             found = group + found
