@@ -188,7 +188,7 @@ def test_classes_are_divided_by_number_by_name_and_by_alphabet() -> None:
     assert named.names["test"] == ("across/0", *whole.classes[-4:]) and named.names["validation"] == ("across/3",)
     # By default alphabets are held out whole: a fifth of the classes, and before these a tenth.
     letters = lab.Data(
-        "l", whole.train, whole.test, tuple(f"{'aabbbbbbcddd'[k]}/{k}" for k in range(12)), (0.3,), (0.3,)
+        "l", whole.train, whole.test, tuple(f"{'aaaabbbbcddd'[k]}/{k}" for k in range(12)), (0.3,), (0.3,)
     )
     usual = split_classes(letters)
     assert [{n[0] for n in usual.names[p]} for p in ("train", "validation", "test")] == [{"a"}, {"b", "c"}, {"d"}]
