@@ -358,9 +358,9 @@ def measured(
 
 def data_key(settings: Settings) -> tuple[Any, ...]:
     """The settings that :func:`load_data` reads."""
-    own = task_by_name(settings.task).loads
-    read = tuple((k, v) for k, v in settings.options if k in own)
-    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size, *read
+    task = task_of(settings)
+    own = (getattr(task.chosen(settings), name) for name in task.loads) if task.loads else ()
+    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size, *own
 
 
 def _checked_data(

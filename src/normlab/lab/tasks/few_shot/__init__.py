@@ -80,7 +80,7 @@ class FewShot(Task):
         "novel": Option("", "novel classes: a number, the last ones, or names with +; by default a fifth of all"),
         "validation": Option("", "validation classes, likewise; by default a tenth, before the novel ones"),
     }
-    loads: ClassVar[Sequence[str]] = ("novel", "validation")
+    loads: ClassVar[tuple[str, ...]] = ("novel", "validation")
     metrics: ClassVar[Mapping[str, Metric]] = {
         "accuracy": Metric("%", True, "accuracy"),
         "interval": Metric("%", False, "95 % interval ±"),
