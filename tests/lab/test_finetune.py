@@ -214,6 +214,23 @@ def test_weights_of_another_network_are_a_sentence(published: Any, tmp_path: Pat
         build_model(settings(path, "fixup"), like())
 
 
+def test_weights_of_other_names_in_the_same_order_are_taken(published: Any, tmp_path: Path) -> None:
+    path, whole = published
+    state = whole.net.state_dict()
+    renamed = {f"layer{k}.{name.rpartition('.')[2]}": v for k, (name, v) in enumerate(state.items())}
+    torch.save(renamed, tmp_path / "renamed.pt")
+    made, named = (build_model(settings(p), like()) for p in (tmp_path / "renamed.pt", path))
+    found, expected = made.state_dict(), named.state_dict()
+    assert all(torch.equal(found[k], expected[k]) for k in expected if "num_batches" not in k)
+    assert made.notes == ("weights in the order of the file, whose names are others",) and named.notes == ()
+    swapped = dict(renamed)
+    first, second = [k for k in renamed if k.endswith((".weight", ".bias")) and renamed[k].shape == (4,)][:2]
+    swapped = {second if k == first else first if k == second else k: v for k, v in renamed.items()}
+    torch.save(swapped, tmp_path / "swapped.pt")  # a bias where a weight stands
+    with pytest.raises(LabError, match="has the weights of another network"):
+        build_model(settings(tmp_path / "swapped.pt"), like())
+
+
 # Training -----------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +261,7 @@ def test_accuracy_before_training_is_that_of_the_nearest_mean_feature(published:
         train, test = (F.normalize(made(part.x.float() / 255), dim=1) for part in (data.train, data.test))
     means = torch.stack([train[data.train.y == k].mean(0) for k in range(10)])
     said = (test @ F.normalize(means, dim=1).T).argmax(1)
-    assert found == pytest.approx(100 * (said == data.test.y).float().mean().item()) and found > 30
+    assert found == pytest.approx(100 * (said == data.test.y).float().mean().item()) and found > 15
 
 
 def test_compare_from_pretraining_to_the_page(normlab: Any, tmp_path: Path) -> None:

@@ -112,17 +112,18 @@ class FineTune(Classify):
         if spec.name == "fixup":
             raise LabError("fixup starts a network from new weights, so there is nothing to fine-tune; take norm none.")
         net, make, sized = _network(settings, own, like)
+        said: tuple[str, ...] = ()
         given = own.weights != "none"
         mean, std = like.mean, like.std
         if given:
             found = _weights(settings, own, sized.size[0]) if read else Weights({}, "", [0.0], [1.0])
             if read:
-                _load(net, head_of(net, make, sized), found, sized.channels)
+                said = _load(net, head_of(net, make, sized), found, sized.channels)
             mean, std = _standard(own.standardize, found, like, sized.channels)
         net, notes = exchange_norms(settings.model, net, spec, keep=given)
         if sized.channels > like.channels:
             net = nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
-        return Classifier(Standardize(mean, std), net, notes)
+        return Classifier(Standardize(mean, std), net, (*said, *notes))
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         """With the learning rate of the batch size."""
@@ -229,9 +230,11 @@ def _downloaded(name: str) -> Weights:
                    "--weights PATH, or --weights pretrain.")  # fmt: skip
 
 
-def _load(net: nn.Module, head: list[str], found: Weights, channels: int) -> None:
-    """Load all but the head."""
+def _load(net: nn.Module, head: list[str], found: Weights, channels: int) -> tuple[str, ...]:
+    """Load all but the head; returns what to tell readers."""
     own, state = net.state_dict(), _unwrapped(found.state, net)
+    by_order = _in_order(own, state, head)
+    state = by_order or state
     wanted = {k: v for k, v in own.items() if k not in head}
     missing = [k for k in wanted if k not in state and not k.endswith("num_batches_tracked")]
     # Networks of torchvision have auxiliary heads in training only.
@@ -249,6 +252,22 @@ def _load(net: nn.Module, head: list[str], found: Weights, channels: int) -> Non
     kept = {k: v for k, v in state.items() if k in wanted}
     check_values(net, kept, found.source)
     net.load_state_dict(kept, strict=False)
+    return ("weights in the order of the file, whose names are others",) if by_order else ()
+
+
+def _in_order(own: Mapping[str, Tensor], state: Mapping[str, Tensor], head: list[str]) -> dict[str, Tensor]:
+    """The weights under the network's names, where most names are others and all kinds and shapes come in its order.
+
+    So the same network of another library can be loaded. Empty if the file is not of that kind.
+    """
+
+    def kinds(names: Mapping[str, Tensor]) -> list[Any]:
+        # Of the head, the number of classes may be another.
+        return [(k.rpartition(".")[2], v.shape if n not in head else v.shape[1:])
+                for n, (k, v) in zip(own, names.items(), strict=True)]  # fmt: skip
+
+    same = len(own) == len(state) and 2 * len(own.keys() & state.keys()) < len(own) and kinds(own) == kinds(state)
+    return dict(zip(own, state.values(), strict=True)) if same else {}
 
 
 def _channels(weight: Tensor) -> int:
