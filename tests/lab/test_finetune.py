@@ -188,6 +188,14 @@ def test_networks_of_libraries_with_a_file_and_downloaded(tmp_path: Path, monkey
         made = build_model(chosen, like(5)).eval()
         torch.testing.assert_close(made(x), made.net.fc(features), rtol=1e-4, atol=1e-4)
         assert made.net.fc.out_features == 5 and "SwitchNorm2d" in str(made.net.bn1)
+    import timm
+
+    other = timm.create_model("tf_efficientnet_lite0", num_classes=4)  # whose weights want a mean of 0.5
+    torch.save(other.state_dict(), tmp_path / "lite.pt")
+    made = build_model(chosen.with_(model="timm:tf_efficientnet_lite0", norm="frozen",
+                                    **{"options.weights": str(tmp_path / "lite.pt")}), like(5))  # fmt: skip
+    assert made.standardize.mean.flatten().tolist() == [0.5] * 3 == made.standardize.std.flatten().tolist()
+    assert torch.equal(made.net.conv_stem.weight, other.conv_stem.weight) and made.net.classifier.out_features == 5
     with pytest.raises(LabError, match="is a network of this lab, and there are no weights of it to download"):
         build_model(settings("download"), like())
     with pytest.raises(LabError, match="torchvision:resnet18 has a depth and a width of its own; leave width out"):

@@ -119,6 +119,8 @@ class FineTune(Classify):
             found = _weights(settings, own, sized.size[0]) if read else Weights({}, "", [0.0], [1.0])
             if read:
                 said = _load(net, head_of(net, make, sized), found, sized.channels)
+                if found.mean is None and isinstance(about := getattr(net, "pretrained_cfg", None), Mapping):  # timm's
+                    found = found._replace(mean=about.get("mean"), std=about.get("std"))
             mean, std = _standard(own.standardize, found, like, sized.channels)
         net, notes = exchange_norms(settings.model, net, spec, keep=given)
         if sized.channels > like.channels:
