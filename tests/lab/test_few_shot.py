@@ -318,6 +318,14 @@ def test_evaluation_uses_running_statistics_and_transductive_the_episodes() -> N
         shares.append(torch.stack(hits).float().mean())
     mean, interval = mean_and_interval(torch.stack(shares))
     assert found["accuracy"] == pytest.approx(mean) and found["interval"] == pytest.approx(interval)
+    (picture,) = TASK.pictures(model, ctx)
+    names = [source.names["test"][k] for k in drawn.classes[0].tolist()]
+    said = [names[k] for k in answers(features, drawn)[0, :, :2].flatten().tolist()]
+    truth = [name for name in names for _ in range(2)]
+    told = [f"{name}: {'right' if k == name else f'said {k}'}" for name, k in zip(truth, said, strict=True)]
+    assert list(picture.captions) == [f"shows {name}" for name in names] + told
+    index = torch.cat([drawn.support[0].flatten(), drawn.queries[0, :, :2].flatten()])
+    assert picture.images is not None and torch.equal(picture.images, source.images["test"].x[index])
     assert found["validation_accuracy"] > 40 and TASK.best[0] == "validation_accuracy"
     model.train()
     model.seen.clear()
@@ -408,6 +416,9 @@ def test_compare_apply_and_evaluate(normlab: Any, tmp_path: Path) -> None:
     assert code == 2 and "give --support FOLDER" in err
     code, _, err = normlab("apply", batch.folder, "--support", shown / "digit 5", *files, "-o", "said.csv")
     assert code == 2 and "has no folders of images, one for each class" in err
+    write_image(tmp_path / "one" / "alone" / "a.png", read_image(files[0], 1))
+    code, _, err = normlab("apply", batch.folder, "--support", tmp_path / "one", *files, "-o", "said.csv")
+    assert code == 2 and "has images of one class, alone; expected two or more" in err
 
 
 def test_what_cannot_be_is_a_sentence_before_anything_is_written(normlab: Any, tmp_path: Path) -> None:

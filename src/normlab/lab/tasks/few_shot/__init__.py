@@ -304,7 +304,8 @@ def _pictures(ctx: Context, drawn: Episodes, said: Tensor) -> list[Picture]:
     index = torch.cat([drawn.support[0].flatten(), drawn.queries[0, :, :few].flatten()])
     captions = [f"shows {name}" for name in names for _ in range(shots)]
     for name, row in zip(names, said[0, :, :few].tolist(), strict=True):
-        captions += [f"{name}, said {'nothing' if k < 0 else 'so' if names[k] == name else names[k]}" for k in row]
+        captions += [f"{name}: {'no answer' if k < 0 else 'right' if names[k] == name else f'said {names[k]}'}"
+                     for k in row]  # fmt: skip
     images = ctx.data.rows("test", index, torch.device("cpu")).x
     title = f"An episode of {len(names)} ways and {shots} shot{'s' * (shots != 1)}"
     return [Picture(title, images, captions)]
