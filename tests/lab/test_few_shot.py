@@ -53,9 +53,9 @@ def images(labels: torch.Tensor, size: int = 8) -> torch.Tensor:
 def stripes(classes: int = 12, each: int = 20) -> lab.Data:
     y = torch.arange(classes).repeat_interleave(each)
     x, held = images(y), torch.arange(len(y)) % 4 == 0
-    parts = (data.Images(x[where], y[where]) for where in (~held, held))
+    parts = [data.Images(x[where], y[where]) for where in (~held, held)]
     names = tuple(f"{'across' if k < classes - 4 else 'held'}/{k}" for k in range(classes))
-    return lab.Data("stripes", *parts, names, (0.3,), (0.3,))
+    return lab.Data("stripes", parts[0], parts[1], names, (0.3,), (0.3,))
 
 
 SMALL = {"data": "stripes", "model": "small", "width": 4, "epochs": 2, "batch_size": 16,
@@ -108,7 +108,7 @@ def test_episodes_are_drawn_by_seed_without_repeats() -> None:
 
 
 def test_the_cosine_classifier() -> None:
-    like = SimpleNamespace(channels=1, size=(8, 8), classes=tuple("abcd"), mean=(0.3,), std=(0.2,))
+    like: Any = SimpleNamespace(channels=1, size=(8, 8), classes=tuple("abcd"), mean=(0.3,), std=(0.2,))
     settings = Settings.of("few_shot", model="small", width=4)
     model = task("few_shot").build(settings, like)
     assert isinstance(model, CosineClassifier)
@@ -118,15 +118,15 @@ def test_the_cosine_classifier() -> None:
     expected = 10 * (f @ w.T) / f.norm(dim=1)[:, None] / w.norm(dim=1)
     torch.testing.assert_close(model(x), expected)
     # Features are what the linear layer of the network got, and class weights do not depend on the norm.
-    whole = build("small", like, "batch", seed=0, width=4).eval()
+    whole: Any = build("small", like, "batch", seed=0, width=4).eval()
     torch.testing.assert_close(whole.net.linear(f), whole(x))
-    other = task("few_shot").build(settings.with_(norm="group"), like)
+    other: Any = task("few_shot").build(settings.with_(norm="group"), like)
     assert torch.equal(other.weight, model.weight) and model.scale.requires_grad
 
 
 def test_resnet12_is_tadams() -> None:
-    like = SimpleNamespace(channels=3, size=(84, 84), classes="01", mean=(0.5,) * 3, std=(0.25,) * 3)
-    net = build("resnet12", like, "batch", seed=0).net
+    like: Any = SimpleNamespace(channels=3, size=(84, 84), classes="01", mean=(0.5,) * 3, std=(0.25,) * 3)
+    net: Any = build("resnet12", like, "batch", seed=0).net
     convs = [m for m in net.modules() if isinstance(m, nn.Conv2d)]
     assert [c.out_channels for c in convs if c.kernel_size == (3, 3)] == [64] * 3 + [128] * 3 + [256] * 3 + [512] * 3
     assert [c.in_channels for c in convs if c.kernel_size == (1, 1)] == [3, 64, 128, 256]
@@ -140,7 +140,7 @@ def test_resnet12_is_tadams() -> None:
     features = net[:4](torch.rand(2, 3, 84, 84))
     assert features.shape == (2, 512, 5, 5)
     torch.testing.assert_close(net.linear(features.mean((2, 3))), net[4:](features))
-    tiny = SimpleNamespace(channels=1, size=(4, 4), classes="01", mean=(0.5,), std=(0.25,))
+    tiny: Any = SimpleNamespace(channels=1, size=(4, 4), classes="01", mean=(0.5,), std=(0.25,))
     assert build("resnet12", tiny, "batch", seed=0, width=4)(torch.rand(3, 1, 4, 4)).isfinite().all()
     with pytest.raises(LabError, match=r"4x4 images are one pixel in block 3 .* needs images of 16x16"):
         build("resnet12", tiny, "instance", seed=0)
@@ -149,7 +149,7 @@ def test_resnet12_is_tadams() -> None:
 @pytest.mark.parametrize(("name", "features"), [("torchvision:resnet18", 512), ("torchvision:densenet121", 1024),
                                                 ("timm:resnet10t", 512), ("vgg8", 512), ("mlp", 384)])  # fmt: skip
 def test_the_head_is_found_and_cut(name: str, features: int) -> None:
-    like = SimpleNamespace(channels=3, size=(32, 32), classes=tuple("abcdefg"), mean=(0.5,) * 3, std=(0.25,) * 3)
+    like: Any = SimpleNamespace(channels=3, size=(32, 32), classes=tuple("abcdefg"), mean=(0.5,) * 3, std=(0.25,) * 3)
     made = build(name, like, "batch", seed=0).eval()
     x = torch.rand(2, 3, 32, 32)
     logits = made(x)
@@ -162,7 +162,7 @@ def test_the_head_is_found_and_cut(name: str, features: int) -> None:
 
 
 def test_a_head_that_is_no_linear_layer_is_a_sentence() -> None:
-    like = SimpleNamespace(channels=3, size=(64, 64), classes=tuple("abc"), mean=(0.5,) * 3, std=(0.25,) * 3)
+    like: Any = SimpleNamespace(channels=3, size=(64, 64), classes=tuple("abc"), mean=(0.5,) * 3, std=(0.25,) * 3)
     with pytest.raises(LabError, match=r"torchvision:squeezenet1_1 has no features .* from Conv2d"):
         task("few_shot").build(Settings.of("few_shot", model="torchvision:squeezenet1_1", norm="none"), like)
 

@@ -68,7 +68,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, whole
 
 
-def settings(path: Any, norm: str = "batch", **more: Any) -> Settings:
+def settings(path: Any, norm: Any = "batch", **more: Any) -> Settings:
     options = {"options.weights": str(path), "options.standardize": "data"}
     return Settings.of("finetune", model="resnet20", width=4, norm=norm).with_(**options | more)
 
@@ -190,7 +190,7 @@ def test_networks_of_libraries_with_a_file_and_downloaded(tmp_path: Path, monkey
         assert made.net.fc.out_features == 5 and "SwitchNorm2d" in str(made.net.bn1)
     import timm
 
-    other = timm.create_model("tf_efficientnet_lite0", num_classes=4)  # whose weights want a mean of 0.5
+    other: Any = timm.create_model("tf_efficientnet_lite0", num_classes=4)  # whose weights want a mean of 0.5
     torch.save(other.state_dict(), tmp_path / "lite.pt")
     made = build_model(chosen.with_(model="timm:tf_efficientnet_lite0", norm="frozen",
                                     **{"options.weights": str(tmp_path / "lite.pt")}), like(5))  # fmt: skip

@@ -23,7 +23,7 @@ from ....model.scopes import with_batch_statistics
 from ...attacks import as_found
 from ...data import augment
 from ...errors import LabError
-from ...models import Standardize, build
+from ...models import Classifier, Standardize, build
 from ...models.external import PREFIXES
 from ...models.heads import cut_head, head_of
 from ...norms import parse_norm
@@ -125,11 +125,13 @@ class FewShot(Task):
         of_library = settings.model.startswith(PREFIXES)  # with a depth and a width of its own
         sizes = {k: v for k in ("depth", "width") if (v := getattr(settings, k)) and not of_library}
 
-        def make(data: Any) -> nn.Module:
+        def make(data: Any) -> Classifier:
             return build(settings.model, data, spec, seed=settings.seed, **sizes)
 
-        made = build(settings.model, like, spec, seed=settings.seed, **sizes)
-        features = cut_head(made, head_of(made, make, like), settings.model)
+        about = {name: getattr(like, name) for name in ("channels", "size", "mean", "std")}
+        few = SimpleNamespace(**about, classes=like.classes[:2])  # their head is cut off
+        made = make(few)
+        features = cut_head(made, head_of(made, make, few), settings.model)
         return CosineClassifier(made.standardize, made.net, features, len(like.classes), settings.seed)
 
     def check(self, model: nn.Module) -> None:
