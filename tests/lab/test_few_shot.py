@@ -19,7 +19,7 @@ from normlab.lab.cli import main
 from normlab.lab.models import build
 from normlab.lab.models.heads import cut_head, head_of
 from normlab.lab.seeds import generator
-from normlab.lab.study import build_model, load_data
+from normlab.lab.study import build_model, data_key, load_data
 from normlab.lab.tasks import Context, task, task_of
 from normlab.lab.tasks.few_shot import TASK, Classes, CosineClassifier, load_classes, split_classes
 from normlab.lab.tasks.few_shot.episodes import Episodes, answers, draw_episodes, imprinted, mean_and_interval, right
@@ -419,6 +419,13 @@ def test_compare_apply_and_evaluate(normlab: Any, tmp_path: Path) -> None:
     write_image(tmp_path / "one" / "alone" / "a.png", read_image(files[0], 1))
     code, _, err = normlab("apply", batch.folder, "--support", tmp_path / "one", *files, "-o", "said.csv")
     assert code == 2 and "has images of one class, alone; expected two or more" in err
+
+
+def test_data_are_loaded_again_where_other_classes_are_held_out() -> None:
+    settings = Settings.of("few_shot", data="digits")
+    keys = [data_key(settings.with_(**{f"options.{k}": v})) for k, v in (("shots", 1), ("shots", 5), ("novel", "4"))]
+    assert keys[0] == keys[1] != keys[2]
+    assert data_key(Settings(data="digits", options=(("weights", "a"),))) == data_key(Settings(data="digits"))
 
 
 def test_what_cannot_be_is_a_sentence_before_anything_is_written(normlab: Any, tmp_path: Path) -> None:

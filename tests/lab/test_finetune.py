@@ -90,6 +90,11 @@ def test_conversion_keeps_the_function_but_for_the_head(norm: str, published: An
     hook.remove()
     close = torch.allclose(found, features[0], rtol=1e-4, atol=1e-5)
     assert close == (norm not in ("group", "batch_group(4)"))  # which cannot compute what batch norm did
+    # For a checkpoint it is built without the file, and alike.
+    again = build_model(settings("gone.pt", norm), like(), again=True)
+    made.net.linear = head
+    shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (again, made))
+    assert next(shapes) == next(shapes) and str(again.net.bn1) == str(made.net.bn1)
     # The head is new, of the seed, and the same with every norm; convolutions are the file's.
     assert head.weight.shape == (7, 16)
     assert torch.equal(head.weight, build_model(settings(path), like()).net.linear.weight)
