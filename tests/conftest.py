@@ -31,6 +31,14 @@ SLOW = {
         "test_a_terminal_shows_the_final_table_as_it_grows_and_the_time_left",
         "test_a_full_device_as_output_is_a_sentence",
     ),
+    "lab/test_few_shot.py": (
+        "test_fit_from_python_learns_and_resumes", "test_compare_apply_and_evaluate",
+        "test_letters_are_in_the_package_and_always_the_same", "test_the_head_is_found_and_cut",
+    ),
+    "lab/test_finetune.py": (
+        "test_compare_from_pretraining_to_the_page", "test_networks_of_libraries_with_a_file_and_downloaded",
+        "test_it_resumes_with_the_same_numbers",
+    ),
     "lab/test_loop.py": (
         "test_kill_9_loses_at_most_the_current_epoch", "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
     ),

@@ -433,7 +433,7 @@ def test_digits() -> None:
 def test_constant_channel_has_deviation_one() -> None:
     x = torch.zeros(4, 2, 3, 3, dtype=torch.uint8)
     x[:, 1] = torch.randint(256, (4, 3, 3), dtype=torch.uint8)
-    mean, std = data._mean_std(x)
+    mean, std = data.mean_std(x)
     assert mean[0] == 0 and std[0] == 1
     assert std[1] == pytest.approx((x[:, 1].double() / 255).std(correction=0).item(), rel=1e-12)
 
@@ -559,7 +559,7 @@ def test_published_cifar10() -> None:
     found = published("cifar10")
     assert found.train.y[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
     assert found.test.y[:10].tolist() == [3, 8, 8, 0, 6, 6, 1, 6, 3, 1]
-    mean, std = data._mean_std(found.train.x)
+    mean, std = data.mean_std(found.train.x)
     assert [255 * m for m in mean] == pytest.approx([125.307, 122.950, 113.865], abs=1e-3)
     assert [255 * s for s in std] == pytest.approx([62.993, 62.089, 66.705], abs=1e-3)
 

