@@ -357,7 +357,9 @@ def measured(
 
 def data_key(settings: Settings) -> tuple[Any, ...]:
     """The settings that :func:`load_data` reads."""
-    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size
+    read = task_of(settings).data_options
+    own = tuple((name, value) for name, value in settings.options if name in read)
+    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size, *own
 
 
 def _checked_data(

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Modules of this package that define `TASK`.
-TASKS: tuple[str, ...] = ("classification",)
+TASKS: tuple[str, ...] = ("classification", "style")
 
 
 class Metric(NamedTuple):
@@ -205,6 +205,8 @@ class Task:
 
     # Settings of its own: `--steps 5`, compare(task=..., steps=[1, 5]). None: --options takes anything.
     options: ClassVar[Mapping[str, Option] | None] = None
+
+    data_options: ClassVar[Sequence[str]] = ()  # those of its options that load() reads
 
     metrics: ClassVar[Mapping[str, Metric]] = {}  # what evaluate() returns; the first chooses the best epoch
     measurements: ClassVar[Mapping[str, Measure]] = {}  # besides "test"
