@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from normlab.lab import LabError, Settings
+from normlab.lab import LabError, Settings, reproduce
 from normlab.lab.cli import main
 from normlab.lab.loop import fit
 from normlab.lab.norms import parse_norm
@@ -527,3 +527,26 @@ def test_one_style_with_switchable_norm(normlab, tmp_path):
     code, _, err = normlab("apply", "run", "a.png", "--style", "a.png", "-o", "o.png")
     assert code == 2 and "--style is for networks of any style" in err
     assert "has one strength" in normlab("evaluate", "run", "--measure", "strength(1)")[2]
+
+
+@pytest.mark.parametrize("name", ["sandwich-fig5", "sandwich-fig26", "switchable-fig10"])
+def test_reproductions_run_and_are_read_again(tmp_path, name, read_without_weights):
+    outcome = reproduce.run(name, tmp_path / "out", scale="smoke", device="cpu")
+    first = outcome.comparisons[0]
+    assert {r.column for r in first.rows} == {"content loss", "style loss", "structure loss"}
+    assert all(r.mean is not None and r.mean > 0 for r in first.rows) and outcome.figures
+    assert {p.name for p in outcome.figures} <= {"losses.png", "pictures.png"}
+    if name == "sandwich-fig5":
+        assert [r.label for r in first.rows[::3]] == ["AdaIN", "ILM+IN", "SaAdaIN"]
+        assert read_without_weights(name, tmp_path / "out").comparisons == outcome.comparisons
+    if name == "switchable-fig10":
+        weights = outcome.comparisons[1].rows
+        assert {r.column for r in weights} == {"instance", "layer", "batch"}
+        assert sum(r.mean for r in weights) == pytest.approx(100)
+
+
+def test_the_full_scale_asks_for_pictures_and_weights(tmp_path, folders):
+    with pytest.raises(LabError, match="--root is a folder with photographs/ and paintings/"):
+        reproduce.run("sandwich-fig5", tmp_path / "out", full=True, device="cpu")
+    with pytest.raises(LabError, match=r"--weights is a file, or a folder with vgg19-dcbb9e9d\.pth"):
+        reproduce.run("switchable-fig10", tmp_path / "out", full=True, device="cpu", data_root=folders[0].parent)
