@@ -17,7 +17,7 @@ from .networks import AnyStyle, OneStyle, padded
 
 __all__ = ["apply", "grid", "in_strips", "keep_colours", "stylised"]
 
-_PIXELS = 1 << 20  # that convolutions see at once; a strip has at least 64 rows
+_PIXELS = 1 << 19  # that convolutions see at once; a strip has at least 64 rows
 _CELL = 256  # side of a picture in a grid
 _LUMA = (0.299, 0.587, 0.114)
 
@@ -45,16 +45,19 @@ def _features(model: AnyStyle, x: Tensor) -> Tensor:
     return in_strips(lambda part: model.encoder(part)[-1], padded(x, stride), rows, reach)
 
 
+@torch.no_grad()
 def stylised(
     model: AnyStyle, content: Tensor, styles: Sequence[Tensor], weights: Sequence[float] = (1.0,), strength: float = 1.0
 ) -> Tensor:  # [3, H, W] in [0, 1]
-    """A photograph in a mixture of styles, at any size. Statistics are of the whole pictures, memory is of strips."""
+    """A photograph in a mixture of styles, at any size, without gradients. Statistics are of the whole pictures, memory
+    is of strips.
+    """
     features = _features(model, content[None])
     total = sum(weights)
     target = torch.zeros_like(features)
     for style, weight in zip(styles, weights, strict=True):
-        target += weight / total * model.styled(features, _features(model, style[None]))
-    target = torch.lerp(features, target, strength)
+        target.add_(model.styled(features, _features(model, style[None])), alpha=weight / total)
+    target = features.lerp_(target, strength)
     rows = max(64, _PIXELS // content.shape[2]) // model.encoder.stride
     made = in_strips(model.decoder, target, rows, model.reach)
     return made[0, :, : content.shape[1], : content.shape[2]].clamp(0, 1)
