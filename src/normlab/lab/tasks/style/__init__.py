@@ -29,6 +29,7 @@ from .sources import DRAWN, PHOTOGRAPHS, Pairs, load_pairs
 
 __all__ = ["TASK", "Style"]
 
+_SHOWN = 128  # pixels of a picture's side on the page
 _MODELS = {"any-style": "any style, given with the photograph", "one-style": "Johnson et al.'s network of one style"}
 
 
@@ -185,22 +186,23 @@ class Style(Task):
 
     @torch.no_grad()
     def pictures(self, model: Any, ctx: Context) -> Sequence[Picture]:
-        from .applying import grid
+        from .applying import grid, square
 
         # The first pairs are of different photographs and different styles.
         one = ctx.settings.model == "one-style"
         styles = 4 if one else len(ctx.data.styles["test"])
         number = min(4, len(ctx.data.contents["test"]), styles, ctx.data.number("test"))
         first = next(ctx.batches(size=number))
+        side = min(_SHOWN, ctx.data.shorter)
         if one:
-            rows = torch.cat([first.x, model(first.x).clamp(0, 1)])
-            style = F.interpolate(first.style[:1], rows.shape[2:])
+            rows = square(torch.cat([first.x, model(first.x)]), side)
+            style = square(first.style[:1], side)
             said = ["style", *(f"{what} {k + 1}" for what in ("photograph", "result") for k in range(number))]
             return [Picture("Held-out photographs and results", torch.cat([style, rows]), said)]
         strengths = (0.0, 0.25, 0.5, 0.75, 1.0)
-        mixed = torch.cat([model(first.x[:1], first.style[:1], s).clamp(0, 1) for s in strengths])
+        mixed = square(torch.cat([model(first.x[:1], first.style[:1], s) for s in strengths]), side)
         return [
-            Picture("Held-out photographs and styles", grid(model, first.x, first.style)[None]),
+            Picture("Held-out photographs and styles", grid(model, first.x, first.style, side)[None]),
             Picture("Strength", mixed, [f"{s:g}" for s in strengths]),
         ]
 

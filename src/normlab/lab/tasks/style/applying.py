@@ -15,7 +15,7 @@ from .. import Context
 from ..files import outputs, read_image, write_image
 from .networks import AnyStyle, OneStyle, padded
 
-__all__ = ["apply", "grid", "in_strips", "keep_colours", "stylised"]
+__all__ = ["apply", "grid", "in_strips", "keep_colours", "square", "stylised"]
 
 _PIXELS = 1 << 19  # that convolutions see at once; a strip has at least 64 rows
 _CELL = 256  # side of a picture in a grid
@@ -69,15 +69,16 @@ def keep_colours(made: Tensor, photograph: Tensor) -> Tensor:  # [3, H, W]
     return photograph + ((made - photograph) * luma).sum(0)
 
 
-def grid(model: AnyStyle, contents: Sequence[Tensor] | Tensor, styles: Sequence[Tensor] | Tensor) -> Tensor:
-    """One picture: photographs down, styles across, their results between. The middle squares of all are shown."""
+def grid(
+    model: AnyStyle, contents: Sequence[Tensor] | Tensor, styles: Sequence[Tensor] | Tensor, most: int = _CELL
+) -> Tensor:
+    """One picture: photographs down, styles across, their results between. The middle squares of all are shown, at most
+    ``most`` pixels wide.
+    """
+    small = min(most, *(min(p.shape[1:]) for p in contents))
 
     def cell(x: Tensor) -> Tensor:
-        side = min(x.shape[1:])
-        top, left = (x.shape[1] - side) // 2, (x.shape[2] - side) // 2
-        square = x[None, :, top : top + side, left : left + side]
-        small = min(_CELL, *(min(p.shape[1:]) for p in contents))
-        return F.interpolate(square, (small, small), mode="bilinear", antialias=True)[0].clamp(0, 1)
+        return square(x, small)
 
     corner = torch.ones_like(cell(contents[0]))
     rows = [[corner, *map(cell, styles)]]
@@ -114,6 +115,17 @@ class _Options:
         if len(self.weights) != len(self.styles) or not sum(self.weights):
             raise LabError(f"--weights {self.texts['weights']} is for {len(self.styles)} styles; expected a number for "
                            "each, and not only zeros.")  # fmt: skip
+
+
+def square(x: Tensor, size: int) -> Tensor:
+    """The middle of a picture ``[3, H, W]``, or of several, scaled to size."""
+    height, width = x.shape[-2:]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    x = x[..., top : top + side, left : left + side]
+    several = x if x.dim() == 4 else x[None]
+    scaled = F.interpolate(several, (size, size), mode="bilinear", antialias=True).clamp(0, 1)
+    return scaled if x.dim() == 4 else scaled[0]
 
 
 @torch.no_grad()
