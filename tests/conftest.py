@@ -51,6 +51,10 @@ SLOW = {
     "lab/test_stored.py": (),
     "lab/test_streams.py": (),
     "lab/test_study.py": (),
+    "lab/test_style.py": (
+        "test_every_command_takes_it", "test_reproductions_run_and_are_read_again",
+        "test_training_lowers_both_losses_and_the_strength_is_measured",
+    ),
     "lab/test_tasks.py": (),
     "lab/test_workers.py": (),
     "layers/test_masks.py": ("test_gradients_of_gradients",),

@@ -23,6 +23,7 @@ __all__ = ["NormSpec", "freeze", "parse_norm", "parse_norms"]
 # Beside the targets of conversion: any statistics for each branch, torch's own batch norm, batch norm that stays as it
 # is, and Fixup, which is no layer but a way to build residual nets.
 _MORE = ("separated", "torch", "frozen", "fixup")
+_STYLED = ("adaptive_instance", "sandwich_adaptive_instance")  # layers that take a style, for the task style
 _TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _MOST_GROUPS = 32  # of group norm where no number is given
 
@@ -123,8 +124,9 @@ def _spec(node: ast.expr, text: str) -> NormSpec:
             f"{ast.unparse(node)!r} in {text!r} does not read as a norm; write it as group(8) or batch(eps=1e-3)"
         )
     name = _full_name(call.func.id.lower())
-    if name not in (*TARGETS, *_MORE):
-        raise LabError(f"there is no norm {call.func.id!r}; {nearest(name, (*TARGETS, *_MORE))}")
+    known_names = (*TARGETS, *_MORE, *_STYLED)
+    if name not in known_names:
+        raise LabError(f"there is no norm {call.func.id!r}; {nearest(name, known_names)}")
     first = _first(name)
     if len(call.args) > (first is not None):
         raise LabError(f"{name} takes {'one value' if first else 'no value'} without a name; got {ast.unparse(call)}")
@@ -173,7 +175,7 @@ def _layer(name: str, channels: int, dims: int, options: dict[str, Any]) -> nn.M
     kind = family(name, options)
     if kind is layers.GroupNorm:
         options.setdefault("num_groups", max(1, min(_MOST_GROUPS, channels // 2)))
-    options = {**TARGETS[name].options, **options}
+    options = {**NORMALIZERS[name].options, **options}
     if kind is layers.InstanceNorm:  # torch's has no affine map, which would make comparisons unfair
         options.setdefault("affine", True)
     options, _ = fit_to_channels(name, channels, options)

@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@register("adaptive_instance", target=False, row="instance", column="style", page="adaptive-instance")
+@register("adaptive_instance", target=False, short=("adain",), row="instance", column="style", page="adaptive-instance")
 class AdaptiveInstanceNorm(Norm):
     """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``.
 
@@ -44,7 +44,12 @@ class AdaptiveInstanceNorm(Norm):
 
 
 @register(
-    "sandwich_adaptive_instance", target=False, row="instance", column="sandwich, then style", page="adaptive-instance"
+    "sandwich_adaptive_instance",
+    target=False,
+    short=("saadain",),
+    row="instance",
+    column="sandwich, then style",
+    page="adaptive-instance",
 )
 class SandwichAdaptiveInstanceNorm(Norm):
     """Adaptive instance norm with a shared affine map before the style's. ``layer(content, style)``.

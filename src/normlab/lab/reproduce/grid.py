@@ -70,7 +70,7 @@ def settings_for(ctx: Context, **values: Any) -> Settings:
     With another number of epochs, milestones and warm-up move in proportion; a warm-up keeps at least one epoch.
     """
     capture = ctx.place.startswith("cuda") if ctx.capture is None else ctx.capture
-    usual = Settings.of(values.pop("task", "classification"), **{"capture": capture, **values})
+    usual = Settings.of(values.pop("task", Settings.task), **{"capture": capture, **values})
     if ctx.epochs is None or ctx.epochs == usual.epochs:
         return usual
     share = ctx.epochs / usual.epochs
@@ -93,7 +93,7 @@ class Cells:
 
     def values(self, case: Case, column: Column) -> dict[int, float]:
         """The column's value by seed."""
-        name = task_of(self.grid.base).measurement(column.measurement).name
+        (name,) = _named([column], self.grid.base)
         found = {}
         for run in self.of(case):
             own = [r for r in run.records if r["measurement"] == name] if not column.data else []
@@ -229,13 +229,20 @@ class _Open(NamedTuple):
 
 def _open(home: Path, settings: Settings, columns: Sequence[Column]) -> _Open:
     done = {r["measurement"] for r in read_records(home) if r["digest"] == settings.digest()}
-    names = dict.fromkeys(task_of(settings).measurement(c.measurement).name for c in columns if not c.data)
+    names = _named([c for c in columns if not c.data], settings)
     own = [name for name in names if name not in done]
     others = [c for c in columns if c.data and recalled(*_key(home, settings.name, c)) is None]
     elsewhere = [f"{c.measurement} on {c.data}" for c in others]
     needed = bool(own or elsewhere or not columns)  # a grid without columns needs the networks
     there = (home / "best.safetensors").exists()
     return _Open(len(read_log(home)) < settings.epochs, own, elsewhere, needed and not there)
+
+
+def _named(columns: Sequence[Column], settings: Settings) -> list[str]:
+    """The columns' measurements, as the task of the settings names them."""
+    from ..grid import measurements_of
+
+    return [m.name for m in measurements_of([c.measurement for c in columns], settings)]
 
 
 def _check_weights(ctx: Context, trained: Mapping[Settings, _Open]) -> None:

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Modules of this package that define `TASK`.
-TASKS: tuple[str, ...] = ("classification", "finetune", "few_shot")
+TASKS: tuple[str, ...] = ("classification", "finetune", "few_shot", "style")
 
 
 class Metric(NamedTuple):

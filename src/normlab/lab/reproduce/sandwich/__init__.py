@@ -1,8 +1,8 @@
-""" "Sandwich Batch Normalization": its adversarial training."""
+""" "Sandwich Batch Normalization": its adversarial training and its style transfer."""
 
 from ..base import Entry
-from . import adversarial
+from . import adversarial, style
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = adversarial.ENTRIES
+ENTRIES: tuple[Entry, ...] = adversarial.ENTRIES + style.ENTRIES
