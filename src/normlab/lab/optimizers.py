@@ -33,7 +33,7 @@ def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
     if settings.schedule == "step":
         return settings.lr * settings.gamma ** sum(epoch >= m for m in settings.milestones)
     done = (epoch - settings.warmup) / (settings.epochs - settings.warmup)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+    return settings.lr_end + (settings.lr - settings.lr_end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def optimizer_for(phase: Phase, settings: Settings, device: torch.device) -> torch.optim.Optimizer:

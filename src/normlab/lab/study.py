@@ -357,7 +357,9 @@ def measured(
 
 def data_key(settings: Settings) -> tuple[Any, ...]:
     """The settings that :func:`load_data` reads."""
-    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size
+    task = task_of(settings)
+    own = (getattr(task.chosen(settings), name) for name in task.loads) if task.loads else ()
+    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size, *own
 
 
 def _checked_data(

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Modules of this package that define `TASK`.
-TASKS: tuple[str, ...] = ("classification",)
+TASKS: tuple[str, ...] = ("classification", "search")
 
 
 class Metric(NamedTuple):
@@ -198,6 +198,9 @@ class Task:
     # Whether a batch may be cut into parts, for memory (accumulate) or over several processes. An episode may not.
     splits: bool = True
 
+    # Whether steps may be replayed as CUDA graphs. One that chooses on the host what it computes may not.
+    captures: bool = True
+
     # `normlab compare --task NAME` with nothing else.
     defaults: ClassVar[Mapping[str, Any]] = {}  # settings; those of its own as "options.steps"
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {"norm": ("none", "batch"), "seed": (0, 1)}
@@ -205,6 +208,8 @@ class Task:
 
     # Settings of its own: `--steps 5`, compare(task=..., steps=[1, 5]). None: --options takes anything.
     options: ClassVar[Mapping[str, Option] | None] = None
+
+    loads: ClassVar[tuple[str, ...]] = ()  # those of its options that load() reads
 
     metrics: ClassVar[Mapping[str, Metric]] = {}  # what evaluate() returns; the first chooses the best epoch
     measurements: ClassVar[Mapping[str, Measure]] = {}  # besides "test"
