@@ -223,11 +223,13 @@ class Search(Task):
             said = "Architecture weights by edge, over epochs"
             found.append(Picture(said, svg=curves(panels, said, "epoch")))
         if layers := capv(model):
-            both = {"whole": [c.effective for c in layers], "independent": [c.independent for c in layers]}
-            both = both if layers[0].shared is not None else {"whole": both["whole"]}
+            both = {"effective scale": [c.effective for c in layers]}
+            if layers[0].shared is not None:
+                both["without the shared affine"] = [c.independent for c in layers]
             lines = {name: [(k + 1.0, v) for k, v in enumerate(values)] for name, values in both.items()}
             said = "Variance of the affine maps of operations (CAPV), by layer"
-            found.append(Picture(said, svg=curves({"CAPV": lines}, said, "layer")))
+            drawn = curves({"CAPV": lines}, said, "layer", dashed=list(both)[1:])
+            found.append(Picture(said, svg=drawn))
         return found
 
 

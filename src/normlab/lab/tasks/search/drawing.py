@@ -62,9 +62,12 @@ def _lanes(edges: Sequence[tuple[int, int, str]]) -> list[int]:
 
 @wrapped
 def curves(
-    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], alt: str, x_label: str, columns: int = 3
-) -> str:
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], alt: str, x_label: str, columns: int = 3,
+    dashed: Sequence[str] = (),
+) -> str:  # fmt: skip
     """A panel for each title, and in it a line of points for each name; names have one colour in all panels."""
+    from matplotlib.ticker import MaxNLocator
+
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     rows = -(-len(panels) // columns)
     columns = min(columns, len(panels))
@@ -75,12 +78,13 @@ def curves(
         ax = place(figure, wide * column + 38, high * (rows - 1 - row) + 30, wide * (columns - 1 - column) + 8,
                    high * row + 56)  # fmt: skip
         for name, points in lines.items():
-            dashed = "--" if name.endswith("alone") else "-"
-            ax.plot(*zip(*points, strict=True), dashed, color=COLOURS[names.index(name) % len(COLOURS)].light,
-                    marker="o" if len(points) < 30 else "", ms=2.5, label=name)  # fmt: skip
+            colour, line = COLOURS[names.index(name) % len(COLOURS)].light, "--" if name in dashed else "-"
+            marker = "o" if len(points) < 30 else ""
+            ax.plot(*zip(*points, strict=True), line, color=colour, marker=marker, ms=2.5, label=name)
         ax.set_title(title, fontsize=9, loc="left")
         ax.set_xlabel(x_label if row == rows - 1 else "", fontsize=8)
         ax.tick_params(labelsize=8)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         ax.grid(color=RULE)
     handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
     figure.legend(list(handles.values()), list(handles), loc="upper left", ncols=len(handles), fontsize=8.5,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,8 @@ NAMES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 EDGES = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2))  # (to, from)
 NODES = 4
 _CONVOLUTIONS = {"nor_conv_1x1": 1, "nor_conv_3x3": 3}
+
+_TERMS = tuple((len(NAMES) - 1) * node for node in range(1, NODES))  # operations that a node is the sum of
 
 Index = int | Tensor  # of an affine; a tensor has no dimensions
 
@@ -105,7 +108,7 @@ class NASBench201:
 
     def draw(self, text: str) -> str:
         edges = [(of, to, NAMES[op]) for (to, of), op in zip(EDGES, self.parse(text), strict=True)]
-        return draw_cell(("input", "1", "2", "output"), [e for e in edges if e[2] != "none"], NAMES[1:])
+        return draw_cell(("input", "1", "2", "output"), [e for e in edges if e[2] != "none"], NAMES)
 
 
 SPACE = NASBench201()
@@ -113,7 +116,7 @@ SPACE = NASBench201()
 
 class Supernet(nn.Module):
     """Pixels to logits: a stem, three stages of cells with a residual block of stride 2 between, pooling and a linear
-    layer. All cells share the weights of their operations' choice, and none shares its own weights.
+    layer. All cells share the architecture; each has convolutions of its own.
 
     Statistics are always those of the batch, in evaluation too.
     """
@@ -154,28 +157,26 @@ class Supernet(nn.Module):
         ``factors`` are multiplied with the operations, one for each edge.
         """
         h = self.stem(self.standardize(x))
-        told: list[tuple[Index, ...]] = []
-        scalars: list[list[Tensor]] = []
-        if path is not None:
-            told = [indices(path)] * self.cells
-        else:
+        told: list[tuple[Index, ...]] = [indices(path)] * self.cells if path is not None else []
+        weighed: Sequence[Any] = [None] * self.cells
+        if path is None:
             assert weights is not None
             if self.told:
                 told = self._indices(self.draw(weights) if drawn is None else drawn)
-            # One gradient for all cells: a stack of their scalars, and its sum.
-            every = weights.expand(self.cells, *weights.shape).reshape(self.cells, -1)
-            scalars = [list(row.unbind()) for row in every.unbind()]
+            # Split once for all cells: one gradient then comes back, and its sum over the cells.
+            every = weights[:, 1:].expand(self.cells, -1, -1).reshape(-1).split(_TERMS * self.cells)
+            weighed = [every[k : k + len(_TERMS)] for k in range(0, len(every), len(_TERMS))]
         done = 0
         for stage in self.stages:
             if isinstance(stage, Reduction):
                 h = stage(h)
                 continue
             index = told[done] if told else (0,) * (NODES - 1)
-            given = (None, path, factors) if path is not None else (scalars[done], None, None)
+            given = (index, weighed[done], path, factors)
             if self.recompute and self.training and torch.is_grad_enabled():
-                h = checkpoint(stage, h, index, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[assignment]
+                h = checkpoint(stage, h, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[assignment]
             else:
-                h = stage(h, index, *given)
+                h = stage(h, *given)
             done += 1
         return self.head(F.relu(self.norm(h)).mean((2, 3)))
 
@@ -227,21 +228,54 @@ class Cell(nn.Module):
     ) -> Tensor:  # fmt: skip
         nodes = [_Node(x)]
         for to in range(1, NODES):
-            total: Tensor | None = None
-            for number, ((node, of), edge) in enumerate(zip(EDGES, self.edges, strict=True)):
-                if node != to:
-                    continue
-                ops = range(1, len(NAMES)) if path is None else [path[number]] * (path[number] > 0)
-                for op in ops:
-                    y = nodes[of].through(NAMES[op], edge, told[of])
-                    factor = None if factors is None else factors[number]
-                    factor = factor if weights is None else weights[number * len(NAMES) + op]
-                    if factor is None:
-                        total = y if total is None else total + y
-                    else:
-                        total = y * factor if total is None else torch.addcmul(total, y, factor)
-            nodes.append(_Node(torch.zeros_like(x) if total is None else total))
+            edges = [(k, of) for k, (node, of) in enumerate(EDGES) if node == to]
+            run = [
+                (k, of, op) for k, of in edges for op in (range(1, len(NAMES)) if path is None else (path[k],)) if op
+            ]
+            terms = [nodes[of].through(NAMES[op], self.edges[k], told[of]) for k, of, op in run]
+            if weights is not None:
+                total = weighted_sum(weights[to - 1], terms)
+            elif not terms:
+                total = torch.zeros_like(x)
+            else:
+                scaled = [t if factors is None else t * factors[k] for t, (k, _, _) in zip(terms, run, strict=True)]
+                total = sum(scaled[1:], start=scaled[0])
+            nodes.append(_Node(total))
         return nodes[-1].x
+
+
+def weighted_sum(weights: Tensor, terms: Sequence[Tensor]) -> Tensor:
+    """``sum(w * t)`` over weights ``[K]`` and K tensors of one shape."""
+    return _WeightedSum.apply(weights, *terms)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Autograd would launch three kernels of the size of a term for each term in backward; here they share one, and
+    the gradient of a weight is one dot product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, *terms: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *(terms if ctx.needs_input_grad[0] else ()))
+        each = weights.to(terms[0].dtype).unbind()
+        total = terms[0] * each[0]
+        for t, w in zip(terms[1:], each[1:], strict=True):
+            total.addcmul_(t, w)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        weights, *terms = ctx.saved_tensors
+        d_terms = weights.to(dy.dtype).view(-1, *(1,) * dy.dim()) * dy  # [K, N, C, *S]
+        d_weights = torch.stack([_dot(t, dy) for t in terms]).to(weights.dtype) if terms else None
+        return d_weights, *d_terms.unbind()
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_contiguous() and b.is_contiguous():
+        return torch.dot(a.view(-1), b.view(-1))
+    return (a * b).sum()
 
 
 class _Node:
