@@ -1,8 +1,8 @@
-""" "Sandwich Batch Normalization": its adversarial training."""
+""" "Sandwich Batch Normalization": its architecture search and its adversarial training."""
 
 from ..base import Entry
-from . import adversarial
+from . import adversarial, search
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = adversarial.ENTRIES
+ENTRIES: tuple[Entry, ...] = (*search.ENTRIES, *adversarial.ENTRIES)

@@ -62,9 +62,9 @@ class Search(Task):
     about = "cells of convolutional networks: DARTS, GDAS and random search over shared weights"
     needs = "nothing to download; with --table FILE.csv, cells are looked up in a table of true accuracies"
     samples = "images"
-    minutes = 4.0
+    minutes = 2.0
     defaults: ClassVar[Mapping[str, Any]] = {
-        "data": "mnist5k", "size": 14, "train_size": 2000, "test_size": 200, "width": 8, "depth": 1, "epochs": 6,
+        "data": "mnist5k", "size": 14, "train_size": 2000, "test_size": 200, "width": 8, "depth": 1, "epochs": 8,
         "batch_size": 64, "lr": 0.025, "lr_end": 0.001, "nesterov": True, "weight_decay": 5e-4, "clip": 5.0,
         "options": {"alpha_lr": 3e-3},
     }  # fmt: skip

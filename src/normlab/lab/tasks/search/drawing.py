@@ -86,7 +86,7 @@ def curves(
         ax.tick_params(labelsize=8)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         ax.grid(color=RULE)
-    handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
+    handles = {str(h.get_label()): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
     figure.legend(list(handles.values()), list(handles), loc="upper left", ncols=len(handles), fontsize=8.5,
                   frameon=False)  # fmt: skip
     return svg(figure, alt)

@@ -140,8 +140,8 @@ class Supernet(nn.Module):
             stages += [Cell(channels, spec) for _ in range(cells)]
         self.stages = nn.ModuleList(stages)
         self.cells = 3 * cells
-        self.norm = rest.make(channels)
-        self.head = nn.Linear(channels, len(about.classes))
+        self.norm = rest.make(4 * width)
+        self.head = nn.Linear(4 * width, len(about.classes))
         # The convolutions of a seed are the same with every norm.
         torch.manual_seed(seed)
         initialise(self, "torch")
