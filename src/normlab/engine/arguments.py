@@ -55,6 +55,8 @@ ARGUMENTS: dict[str, Argument] = {
     "unbiased": Argument(bool, "whether variances are those of torch.var, as in the papers' official code"),
     "threshold": Argument(bool, "whether a learned threshold follows"),
     "centered": Argument(bool, "whether the mean is taken off"),
+    "apart": Argument(bool, "whether input and hidden state are normalized apart"),
+    "norm_cell": Argument(bool, "whether the cell state is normalized"),
     "at_end": Argument(bool, "whether the channels are the last axis"),
 }  # fmt: skip
 

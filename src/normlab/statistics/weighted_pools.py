@@ -130,6 +130,8 @@ class WeightedPools(PooledRule):
             shares = torch.stack(tuple(tensors)).to(weights.dtype)
             found = along_simplex(*(t.movedim(1, -1) for t in (shares, weights, d_weights)))
             return offset, slope, tuple(found.movedim(-1, 1).unbind(0))
+        if self.weighting is given_weights:
+            return offset, slope, tuple(d_weights.unbind(0))
         return offset, slope, self._through_weighting(tensors, d_weights)
 
     def _through_weighting(self, tensors: Sequence[Tensor], d_weights: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,6 +192,11 @@ def _weighted_sum(each: Sequence[Tensor], weights: Sequence[Tensor] | Sequence[f
             part = t if w == 1 else t * w
             total = part if total is None else total + part
     return torch.zeros_like(each[0]) if total is None else total
+
+
+def given_weights(mean_weight: Tensor, var_weight: Tensor) -> Tensor:
+    """The weights themselves, of a caller that has computed them: once, where a rule is called many times."""
+    return at_least_float32(torch.stack((mean_weight, var_weight)))
 
 
 def softmax_weights(mean_weight: Tensor, var_weight: Tensor) -> Tensor:
