@@ -1,6 +1,9 @@
 """Architecture search: cells as texts, the network that holds them, gradients of the architecture, methods, tables."""
 
+import itertools
 import json
+import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normlab import lab
-from normlab.lab import LabError, Settings
+from normlab.lab import LabError, Settings, reproduce
 from normlab.lab.analysis import capv
 from normlab.lab.cli import main
 from normlab.lab.loop import fit
@@ -19,6 +22,7 @@ from normlab.lab.seeds import generator
 from normlab.lab.study import build_model, load_data
 from normlab.lab.tasks import Batch, Context, Phase, task_of
 from normlab.lab.tasks.search import SearchModel, methods
+from normlab.lab.tasks.search.enas import Controller
 from normlab.lab.tasks.search.nasbench201 import EDGES, NAMES, SPACE, Cell, indices, weighted_sum
 from normlab.lab.tasks.search.source import Parts, read_table
 
@@ -524,5 +528,122 @@ def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypat
     with pytest.raises(SystemExit):
         main(["compare", "--task", "search", "--help"])
     shown = capsys.readouterr().out
-    assert "--method" in shown and "darts|gdas|random" in shown and "architecture" in shown
+    assert "--method" in shown and "darts|gdas|enas|random" in shown and "architecture" in shown
     assert json.loads((tmp_path / "study" / "results.jsonl").read_text().splitlines()[0])["n"] == 30
+
+
+# ENAS ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["layer", "group(4)", "switchable", "none"])
+def test_a_controller_draws_with_the_probabilities_that_it_states(norm: str):
+    """Of all 2 x 3 x 2 texts: how often each is drawn, its probability, and the entropy."""
+    controller = Controller((2, 3, 2), norm, hidden=8).double()
+    with torch.no_grad():
+        for head in controller.head.values():
+            head.weight.normal_(0, 2)
+        choices, log_probability, entropy = controller(6000, torch.Generator().manual_seed(0))
+    found: dict[tuple[int, ...], list[float]] = {}
+    for text, log in zip(choices.tolist(), log_probability.tolist(), strict=True):
+        found.setdefault(tuple(text), []).append(log)
+    stated = {text: torch.tensor(logs[0]).exp().item() for text, logs in found.items()}
+    assert len(found) == 12 and sum(stated.values()) == pytest.approx(1)
+    for text, logs in found.items():
+        assert max(logs) == pytest.approx(min(logs))
+        assert len(logs) / 6000 == pytest.approx(stated[text], abs=4 * (stated[text] / 6000) ** 0.5)
+    # By the chain rule, the mean of the entropies along the way is that of the whole.
+    assert entropy.mean().item() == pytest.approx(-log_probability.mean().item(), abs=0.03)
+    mixes = any("mean_weight" in name for name, _ in controller.cell.named_parameters())
+    assert mixes == (norm == "switchable")
+
+
+def test_the_controller_learns_what_is_rewarded(monkeypatch: pytest.MonkeyPatch):
+    """The gradient is that of the log probability times the reward over its baseline; the baseline follows."""
+    settings = tiny(norm="batch", options={"method": "enas", "entropy": 0.0, "controller_norm": "switchable"})
+    task, model, ctx, _, search = context(settings)
+    weights, phase = task.phases(model, ctx)
+    assert (weights.part, phase.part, task.captures) == ("train", "search", False)
+    state = ctx.generator.get_state()
+    choices, log_probability, _ = model.controller(1, ctx.generator)
+    ctx.generator.set_state(state)
+    with torch.no_grad():
+        logits = model.net(search.x, **SPACE.alone(SPACE.text(choices[0].tolist())))
+    reward = (logits.argmax(1) == search.y).double().mean().item()
+    model.controller.baseline.fill_(0.4)
+    found = phase.compute(model, search, ctx)
+    assert found["reward"].item() == pytest.approx(100 * reward)
+    after = 0.99 * 0.4 + 0.01 * reward
+    assert model.controller.baseline.item() == pytest.approx(after)
+    own = list(model.controller.parameters())
+    mine = torch.autograd.grad(found["loss"], own, allow_unused=True)
+    theirs = torch.autograd.grad(-(reward - after) * log_probability.sum(), own, allow_unused=True)
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert_close(a, b, rtol=1e-4, atol=1e-7)
+    # A reward for the first operation on the first edge makes it likely.
+    optimizer = optimizer_for(phase, settings.with_(lr=0.02, optimizer="adam"), torch.device("cpu"))
+    monkeypatch.setattr(methods, "scored", None)
+    for _ in range(60):
+        picked, log, _ = model.controller(16, ctx.generator)
+        good = (picked[:, 0] == 0).float()
+        optimizer.zero_grad()
+        (-(good - good.mean()) * log).mean().backward()
+        optimizer.step()
+    assert (model.controller(200, ctx.generator)[0][:, 0] == 0).float().mean() > 0.4  # of five; tanh bounds it at 0.69
+
+
+def test_enas_finds_a_cell_that_its_controller_draws(tmp_path):
+    settings = tiny(norm="batch", options={"method": "enas", "candidates": 5, "controller_norm": "group(4)"})
+    run = lab.train(settings, tmp_path / "run", measure=["test"], device="cpu")
+    last, record = run.history[-1], run.records[0]
+    assert record["details"]["cell"] == last["cell"] and SPACE.parse(last["cell"])
+    assert {"controller_loss", "controller_reward", "controller_entropy", "weights_loss"} <= last.keys()
+    model, _ = lab.load_model(tmp_path / "run")
+    choices, *_ = model.controller(5, generator(0, "candidates"))
+    assert last["cell"] in {SPACE.text(c) for c in choices.tolist()}
+    with pytest.raises(LabError, match="controller_norm = batch: "):
+        build_model(settings.with_(**{"options.controller_norm": "batch"}), load_data(settings))
+    with pytest.raises(LabError, match="order = 2 is of the method darts; enas"):
+        task_of(settings.with_(**{"options.order": 2}))
+
+
+# Reproductions ------------------------------------------------------------------------------------------------------
+
+ENTRIES = [n for n in reproduce.entries() if re.fullmatch(r"sandwich-(table[25]|fig(8|9|1[0-6]))|switchable-fig10b", n)]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A folder of results, and one with a table of all cells: their true accuracy is 10 for each 3x3 convolution."""
+    data = tmp_path_factory.mktemp("data")
+    lines = ["ArchitectureString,CIFAR10TestAccuracy,CIFAR100TestAccuracy,ImageNetTestAccuracy"]
+    every = itertools.product(range(len(NAMES)), repeat=len(EDGES))
+    lines += [f"{SPACE.text(cell)},{cell.count(3)},{10 * cell.count(3)},{cell.count(1)}" for cell in every]
+    (data / "nasbench201.csv").write_text("\n".join(lines))
+    return tmp_path_factory.mktemp("shelf"), data
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_reproductions_of_searches_run(
+    name: str, shelf: Any, monkeypatch: pytest.MonkeyPatch, read_without_weights: Any
+):
+    monkeypatch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)
+    folder, data = shelf[0] / re.sub(r"\d.*", "", name).rpartition("-")[0], shelf[1]
+    monkeypatch.setenv("NORMLAB_DATA", str(data))
+    outcome = reproduce.run(name, folder, scale="smoke", device="cpu")
+    assert outcome.figures and all(f.read_bytes().startswith(b"\x89PNG") for f in outcome.figures)
+    rows = [r for c in outcome.comparisons for r in c.rows]
+    assert rows and all(math.isfinite(r.mean or 0.0) and r.n == 1 for r in rows)
+    assert outcome.results and outcome.results.runs
+    if name in ("sandwich-table2", "sandwich-table5"):
+        found = {(r.label, r.column): r for r in outcome.comparisons[0].rows}
+        made = {(r.label, r.column): r.mean for r in outcome.comparisons[-1].rows}
+        method = "DARTS" if name == "sandwich-table2" else "GDAS"
+        assert found[f"{method}-SaBN", "CIFAR-100"].paper == {"DARTS": 71.56, "GDAS": 68.67}[method]
+        for label in (method, f"{method}-affine", f"{method}-CCBN", f"{method}-SaBN", "random search"):
+            assert found[label, "CIFAR-100"].mean == 10 * made[label, "3x3 convolutions"]
+            cell = next(r for r in outcome.comparisons[-1].rows if r.label == label)
+            assert cell.mean == made[label, "3x3 convolutions"]
+        assert found["random search", "CIFAR-100"].paper is None
+    assert read_without_weights(name, folder).comparisons == outcome.comparisons

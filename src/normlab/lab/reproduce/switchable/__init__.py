@@ -1,8 +1,8 @@
-""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes."""
+""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes, and ENAS."""
 
 from ..base import Entry
-from . import sizes
+from . import search, sizes
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = sizes.ENTRIES
+ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *search.ENTRIES)

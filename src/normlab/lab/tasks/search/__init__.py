@@ -25,16 +25,17 @@ from ...optimizers import learning_rate
 from ...seeds import generator
 from ...settings import Option
 from .. import Batch, Context, Metric, Phase, Picture, Task
+from .enas import Enas
 from .methods import Darts, Gdas, Method, RandomSearch
 from .source import Parts, read_table
 
 if TYPE_CHECKING:
     from ...settings import Settings
 
-__all__ = ["METHODS", "SPACES", "TASK", "Search", "SearchModel"]
+__all__ = ["METHODS", "SPACES", "TASK", "Parts", "Search", "SearchModel"]
 
 SPACES = ("nasbench201",)  # modules of this package with SPACE
-METHODS: dict[str, type[Method]] = {"darts": Darts, "gdas": Gdas, "random": RandomSearch}
+METHODS: dict[str, type[Method]] = {"darts": Darts, "gdas": Gdas, "enas": Enas, "random": RandomSearch}
 _SEEN = 2500  # training images that the gap is found on
 TRUE = "true_accuracy"
 
@@ -44,10 +45,14 @@ class SearchModel(nn.Module):
 
     course: Tensor  # [epochs, ..., operations]; zeros for epochs to come
 
-    def __init__(self, net: nn.Module, alphas: Tensor, epochs: int) -> None:
+    def __init__(
+        self, net: nn.Module, alphas: Tensor, epochs: int, parts: Mapping[str, nn.Module] | None = None
+    ) -> None:
         super().__init__()
         self.net = net
         self.alphas = nn.Parameter(alphas)
+        for name, part in (parts or {}).items():  # of the method, such as a controller
+            self.add_module(name, part)
         self.register_buffer("course", torch.zeros(epochs, *alphas.shape))
 
     def weights(self) -> Tensor:
@@ -59,7 +64,7 @@ class SearchModel(nn.Module):
 
 class Search(Task):
     name = "search"
-    about = "cells of convolutional networks: DARTS, GDAS and random search over shared weights"
+    about = "cells of convolutional networks: DARTS, GDAS, ENAS and random search over shared weights"
     needs = "nothing to download; with --table FILE.csv, cells are looked up in a table of true accuracies"
     samples = "images"
     minutes = 2.0
@@ -92,6 +97,9 @@ class Search(Task):
         "tau": Option(10.0, "first temperature of GDAS", low=0, above=True),
         "tau_end": Option(0.1, "last temperature of GDAS", low=0, above=True),
         "candidates": Option(20, "cells that a method chooses among after an epoch, where it draws them", low=1),
+        "controller_norm": Option("layer", "of the gates of ENAS's LSTM: layer, group(4), switchable or none"),
+        "controller_lr": Option(3.5e-3, "learning rate of ENAS's controller", low=0, above=True),
+        "entropy": Option(1e-4, "weight of the entropy in the controller's loss", low=0),
         "checkpoint": Option(False, "compute cells again in backward: less memory, more time"),
     }  # fmt: skip
     loads = ("split", "table", "column")
@@ -130,7 +138,7 @@ class Search(Task):
     def build(self, settings: Settings, like: Any) -> SearchModel:
         net = self.space.build(settings, like, settings.norm, recompute=self.chosen(settings).checkpoint)
         torch.manual_seed(settings.seed)
-        return SearchModel(net, self.space.alphas(), settings.epochs)
+        return SearchModel(net, self.space.alphas(), settings.epochs, self.method.parts())
 
     def check(self, model: nn.Module) -> None:
         if not isinstance(model, SearchModel):

@@ -38,6 +38,10 @@ class Method:
     def check(self) -> None:
         """Raise if the space, or an option, does not fit."""
 
+    def parts(self) -> dict[str, nn.Module]:
+        """Modules that the model has besides the network."""
+        return {}
+
     def phases(self, model: Any, ctx: Context) -> list[Phase]:
         return [Phase("weights", model.net, self.train_weights)]
 
