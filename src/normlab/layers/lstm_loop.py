@@ -35,8 +35,8 @@ Normalized = Callable[[Tensor], Tensor]  # standardized and mapped: [n, C] to [n
 class VectorStatistics:
     """Statistics within vectors ``[n, C]``. Their rows are the finest groups of all pools: ``[n, R, C / R]``.
 
-    A layer takes each channel of an input ``[n, C]`` for a row, which costs as much as the vector itself. The weights of
-    a mixture are computed once for a sequence, and given as what is learned.
+    A layer takes each channel of an input ``[n, C]`` for a row, which costs as much as the vector itself. The weights
+    of a mixture are computed once for a sequence, and given as what is learned.
     """
 
     def __init__(self, statistics: Statistics, channels: int, eps: float) -> None:
@@ -107,22 +107,16 @@ class Affine(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The order of the steps."""
+    """The steps of a packed sequence, and their direction."""
 
     sizes: tuple[int, ...]  # samples of each step
     reverse: bool
 
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:  # type: ignore[override]
-        """The place of each step in the sequence, where its samples begin, and their number, in the order of time."""
+    def in_time(self) -> list[tuple[int, int, int]]:
+        """The place of each step in the sequence, where its samples begin, and their number."""
         starts = accumulate(self.sizes, initial=0)
         each = [(t, start, n) for t, (start, n) in enumerate(zip(starts, self.sizes, strict=False))]
-        return iter(each[::-1] if self.reverse else each)
-
-
-def gates_of(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The input, forget, cell and output gate, in the order of torch."""
-    i, f, g, o = z.chunk(4, 1)
-    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        return each[::-1] if self.reverse else each
 
 
 def step(
@@ -152,7 +146,7 @@ def plain_sequence(
     """All steps in differentiable operators: the outputs ``[M, H]``, and the last hidden and cell states ``[N, H]``."""
     outputs: list[Tensor] = [h] * len(steps.sizes)
     c = at_least_float32(c)
-    for t, start, n in steps:
+    for t, start, n in steps.in_time():
         outputs[t], new = step(x[start : start + n], weight, hidden, cell, h[:n], c[:n], apart)
         h, c = _replaced(h, outputs[t]), _replaced(c, new)
     return torch.cat(outputs), h, c.to(h.dtype)
@@ -191,8 +185,8 @@ class _Input(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, statistics: VectorStatistics | None, x: Tensor, weight: Tensor, gain: Tensor | None,
-        shift: Tensor | None, *learned: Tensor,
+        ctx: Any, statistics: VectorStatistics | None, x: Tensor, weight: Tensor, gain: Any, shift: Any,
+        *learned: Any,
     ) -> Tensor:  # fmt: skip
         kind = torch.promote_types(x.dtype, torch.float32)
         a = multiply(x, weight).to(kind)
@@ -201,9 +195,9 @@ class _Input(torch.autograd.Function):
             ctx.save_for_backward(x, weight)
             return a
         ctx.save_for_backward(x, weight, gain, shift, *learned, a)
-        y, (gain, shift, *learned) = torch.empty_like(a), _wide((gain, shift, *learned), kind)
+        y, (gain, shift, *wide) = torch.empty_like(a), _wide((gain, shift, *learned), kind)
         for at in _parts(a):
-            y[at], kept = statistics.forward(a[at], gain, shift, learned)
+            y[at], kept = statistics.forward(a[at], gain, shift, wide)
             ctx.kept.append(kept)
         return y
 
@@ -212,6 +206,7 @@ class _Input(torch.autograd.Function):
         statistics: VectorStatistics | None = ctx.statistics
         x, weight, *affine = ctx.saved_tensors
         gain, shift, *learned = (None, None) if statistics is None else affine[:-1]
+        d_learned: list[Tensor | None] = [None] * len(learned)
         if wants_plain(dy):
 
             def expression(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, *learned: Tensor) -> Tensor:
@@ -221,7 +216,7 @@ class _Input(torch.autograd.Function):
 
             given = x, weight, gain, shift, *learned
             return None, *differentiate(expression, given, ctx.needs_input_grad[1:], dy)
-        da, d_gain, d_shift, d_learned = dy.contiguous(), None, None, [None] * len(learned)
+        da, d_gain, d_shift = dy.contiguous(), None, None
         if statistics is not None:
             a, dy, da = affine[-1], da, torch.empty_like(da)
             gain, *learned = _wide((gain, *learned), a.dtype)
@@ -262,8 +257,8 @@ class _Sequence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, about: _About, x: Tensor, weight: Tensor, h: Tensor, c: Tensor, gain: Tensor, shift: Tensor | None,
-        cell_gain: Tensor | None, cell_shift: Tensor | None, *learned: Tensor,
+        ctx: Any, about: _About, x: Tensor, weight: Tensor, h: Tensor, c: Tensor, gain: Any, shift: Any,
+        cell_gain: Any, cell_shift: Any, *learned: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         hidden, cell, number, apart, steps = about
         kind, size = torch.promote_types(x.dtype, torch.float32), h.shape[1]
@@ -274,7 +269,7 @@ class _Sequence(torch.autograd.Function):
         large: list[Any] = [None] * len(steps.sizes)  # of the size of the gates and states
         small: list[Any] = [None] * len(steps.sizes)  # of the size of the statistics
         c = c.to(kind)
-        for t, start, n in steps:
+        for t, start, n in steps.in_time():
             at = slice(start, start + n)
             sums = multiply(h[:n], weight).to(kind)
             if not apart:
@@ -306,7 +301,7 @@ class _Sequence(torch.autograd.Function):
         given, (outputs, *large) = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
         if any(wants_plain(t) for t in d):
             return None, *_differentiate_plain(about, ctx.needs_input_grad[1:], d, given)
-        x, weight, h, c, gain, shift, cell_gain, _, *learned = given
+        x, weight, h, c, gain, _, cell_gain, _, *learned = given
         kind, size, transposed = torch.promote_types(x.dtype, torch.float32), h.shape[1], weight.t().contiguous()
         gain, cell_gain = _wide((gain, cell_gain), kind)
         of_hidden, of_cell = _wide(learned[:number], kind), _wide(learned[number:], kind)
@@ -317,7 +312,7 @@ class _Sequence(torch.autograd.Function):
         totals = [torch.zeros_like(t, dtype=kind) for t in (gain, gain, cell_gain, cell_gain) if t is not None]
         d_learned: list[Tensor | None] = [None] * len(learned)
         cells_before = _before(c.to(kind), large[2::4], steps)
-        for t, start, n in reversed(list(steps)):
+        for t, start, n in reversed(steps.in_time()):
             at = slice(start, start + n)
             (sums, gates, new, tanh), (of_gates, of_state) = large[4 * t : 4 * t + 4], ctx.small[t]
             d_here = d_room[:n] if d_gates is None else d_gates[at]  # type: ignore[index]
@@ -366,7 +361,7 @@ def _differentiate_plain(
         cell = about.cell and Affine(about.cell, cell_gain, cell_shift, tuple(learned[about.learned :]))
         return plain_sequence(x, weight, hidden, cell, h, c, about.apart, about.steps)
 
-    return differentiate(expression, given, needs, d)
+    return differentiate(expression, given, needs, d)  # type: ignore[arg-type]  # as many as there are outputs
 
 
 def _replaced(state: Tensor, first: Tensor) -> Tensor:
@@ -377,7 +372,7 @@ def _replaced(state: Tensor, first: Tensor) -> Tensor:
 def _before(first: Tensor, each: Sequence[Tensor], steps: Steps) -> list[Tensor]:
     """The state that each step starts from, where ``first`` is the state before all and ``each`` those after."""
     found, state = [first] * len(steps.sizes), first
-    for t, _, n in steps:
+    for t, _, n in steps.in_time():
         found[t], state = state[:n], _replaced(state, each[t])
     return found
 
@@ -389,8 +384,8 @@ def _wide(tensors: Sequence[Tensor | None], kind: torch.dtype) -> tuple[Any, ...
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """The product ``a @ b.t()``, outside autograd.
 
-    On the CPU by oneDNN, where torch has it: of 64 x 512 and 2048 x 512 values on two cores of an EPYC it takes 0.29 ms,
-    and torch.mm, which calls MKL, 0.65 ms.
+    On the CPU by oneDNN, where torch has it: of 64 x 512 and 2048 x 512 values on two cores of an EPYC it takes 0.29
+    ms, and torch.mm, which calls MKL, 0.65 ms.
     """
     if _ONEDNN is not None and a.device.type == "cpu" and a.dtype == torch.float32 and a.shape[0]:
         return _ONEDNN(a, b, None, "none", [], "")

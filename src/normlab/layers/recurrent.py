@@ -264,8 +264,8 @@ def _parse(norm: Norms) -> Statistics | None:
         statistics = parse_statistics(norm)
     if any(p.over_batch for p in statistics.pools):
         raise ValueError(
-            f"{statistics.label} statistics are over the batch, and each step of a sequence has a batch of its own; use "
-            "statistics within a sample: 'layer', 'group(4)', 'switchable' or 'rms'"
+            f"{statistics.label} statistics are over the batch, and each step of a sequence has a batch of its own; "
+            "use statistics within a sample: 'layer', 'group(4)', 'switchable' or 'rms'"
         )
     if any(p.kind == "channel" for p in statistics.pools):
         raise ValueError(f"{statistics.label} statistics of a vector have one value each; 'layer' is what they become")
@@ -326,14 +326,14 @@ def _parts(module: nn.Module, suffix: str, x: Tensor, options: _Options) -> _Par
     return _Parts(gates_of_input(x, w_ih, _normalized(own("norm_ih"), biases)), w_hh, hidden, cell)
 
 
-def _normalized(layer: nn.Module, biases: Sequence[Tensor]) -> Normalized:
+def _normalized(layer: Any, biases: Sequence[Tensor]) -> Normalized:
     """What ``layer`` computes of vectors, plus ``biases``. A layer that took the place of ours is called as it is."""
-    if _is_plain(layer):
-        statistics = VectorStatistics(layer.statistics, layer.num_features, layer.eps)
-        mixture, values = layer.statistics, layer._learned_values()
-        learned = mixture.weights(values).unbind() if isinstance(mixture, Mixture) else mixture.tensors(values)
-        return Affine(statistics, layer.weight, sum(biases, layer.bias), learned)
-    return lambda a: sum(biases, layer(a))
+    if not _is_plain(layer):
+        return lambda a: sum(biases, layer(a))
+    found, values = layer.statistics, layer._learned_values()
+    learned = found.weights(values).unbind() if isinstance(found, Mixture) else found.tensors(values)
+    statistics = VectorStatistics(found, layer.num_features, layer.eps)
+    return Affine(statistics, layer.weight, sum(biases, layer.bias), learned)
 
 
 def _is_plain(layer: Any) -> bool:
