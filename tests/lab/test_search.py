@@ -21,9 +21,10 @@ from normlab.lab.optimizers import learning_rate, optimizer_for
 from normlab.lab.seeds import generator
 from normlab.lab.study import build_model, load_data
 from normlab.lab.tasks import Batch, Context, Phase, task_of
-from normlab.lab.tasks.search import SearchModel, methods
+from normlab.lab.tasks.search import SearchModel, darts, methods
 from normlab.lab.tasks.search.enas import Controller
-from normlab.lab.tasks.search.nasbench201 import EDGES, NAMES, SPACE, Cell, indices, weighted_sum
+from normlab.lab.tasks.search.mixture import weighted_sum
+from normlab.lab.tasks.search.nasbench201 import EDGES, NAMES, SPACE, Cell, indices
 from normlab.lab.tasks.search.source import Parts, read_table
 
 pytestmark = pytest.mark.usefixtures("one_thread", "read_once")
@@ -608,9 +609,68 @@ def test_enas_finds_a_cell_that_its_controller_draws(tmp_path):
         task_of(settings.with_(**{"options.order": 2}))
 
 
+# DARTS' space -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["darts", "random", "enas"])
+def test_the_space_of_darts_is_searched_by_the_same_methods(method: str):
+    options = {"space": "darts", "method": method, "candidates": 3}
+    settings = tiny(norm="group(2)", depth=3, train_size=40, options=options)
+    task, model, ctx, train, search = context(settings)
+    phases = task.phases(model, ctx)
+    for phase, batch in zip(phases, (train, search), strict=False):
+        phase.compute(model, batch, ctx)["loss"].backward()
+    assert (model.alphas.grad is not None) == (method == "darts") == ("alphas" in task.evaluate(model.eval(), ctx))
+    found = task.evaluate(model, ctx)
+    assert darts.SPACE.parse(found["cell"]) and sum(found["operations"].values()) == 16
+    if method == "darts":
+        assert list(found["alphas"]) == list(darts.SPACE.rows) and model.alphas.shape == (28, 8)
+        titles = [p.title for p in task.pictures(model, ctx)]
+        assert titles[:2] == ["The cell that was found", "Architecture weights by edge, over epochs"]
+    with pytest.raises(LabError, match="method = gdas runs one operation of each edge alone"):
+        task_of(tiny(options={"space": "darts", "method": "gdas"}))
+
+
+def test_a_cell_of_darts_is_a_model_of_the_lab(tmp_path):
+    """Both heads are trained; drop path rises with the epochs; a classifier's measurements take it."""
+    settings = Settings(
+        data="digits", model=f"darts-cell({darts.DARTS_V2})", norm="batch", size=32, train_size=48, test_size=20,
+        depth=3, width=2, epochs=2, batch_size=16, options={"drop_path": 0.4},
+    )  # fmt: skip
+    run = lab.train(settings, tmp_path / "run", measure=["clean", "noise(n=10)"], device="cpu")
+    assert [r["measurement"] for r in run.records] == ["clean", "noise(n=10)"]
+    model, _ = lab.load_model(tmp_path / "run")
+    data = load_data(settings)
+    task = task_of(settings)
+    for done in (0.0, 0.5):
+        assert task.start_epoch(model, done, None)  # a captured step is captured again
+        assert {cell.drop for cell in model.net.cells} == {0.4 * done}
+    model.net.set_drop_path(0.0)
+    batch = next(Context(settings, data, torch.device("cpu"), torch.Generator()).batches(size=8))
+    model.train()
+    made = model(batch.x)
+    found = task.step(model, batch, Context(settings, data, torch.device("cpu"), torch.Generator()))
+    both = [nn.functional.cross_entropy(t, batch.y) for t in made]
+    assert_close(found["loss"], both[0] + 0.4 * both[1])
+    assert (
+        lab.build("darts-cell(DARTS_V2)", data, "batch", seed=0, depth=3, width=2, auxiliary=False).net.auxiliary
+        is None
+    )
+    for name, said in (
+        ("darts-cell(normal:x)", "'normal:x' is no genotype; expected DARTS_V1"),
+        ("darts-cell(DARTS_V2)", "DARTS needs 3 at least"),
+    ):
+        with pytest.raises(LabError, match=said):
+            lab.build(name, data, "batch", seed=0, depth=2)
+
+
 # Reproductions ------------------------------------------------------------------------------------------------------
 
-ENTRIES = [n for n in reproduce.entries() if re.fullmatch(r"sandwich-(table[25]|fig(8|9|1[0-6]))|switchable-fig10b", n)]
+ENTRIES = [
+    n
+    for n in reproduce.entries()
+    if re.fullmatch(r"sandwich-(table[25]|fig(8|9|1[0-6]))|switchable-fig10b|batch-group-table[34]", n)
+]
 
 
 @pytest.fixture(scope="module")

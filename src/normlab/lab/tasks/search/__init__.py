@@ -21,12 +21,14 @@ from torch.nn import functional as F
 
 from ....engine.numerics import widest
 from ...errors import LabError
+from ...norms import parse_norm
 from ...optimizers import learning_rate
 from ...seeds import generator
 from ...settings import Option
 from .. import Batch, Context, Metric, Phase, Picture, Task
 from .enas import Enas
 from .methods import Darts, Gdas, Method, RandomSearch
+from .mixture import of_batches
 from .source import Parts, read_table
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "SPACES", "TASK", "Parts", "Search", "SearchModel"]
 
-SPACES = ("nasbench201",)  # modules of this package with SPACE
+SPACES = ("nasbench201", "darts")  # modules of this package with SPACE
 METHODS: dict[str, type[Method]] = {"darts": Darts, "gdas": Gdas, "enas": Enas, "random": RandomSearch}
 _SEEN = 2500  # training images that the gap is found on
 TRUE = "true_accuracy"
@@ -136,7 +138,8 @@ class Search(Task):
                            f"weights and others for the architecture; got {type(data).__name__}.")  # fmt: skip
 
     def build(self, settings: Settings, like: Any) -> SearchModel:
-        net = self.space.build(settings, like, settings.norm, recompute=self.chosen(settings).checkpoint)
+        norm = of_batches(parse_norm(settings.norm))
+        net = self.space.build(settings, like, norm, recompute=self.chosen(settings).checkpoint)
         torch.manual_seed(settings.seed)
         return SearchModel(net, self.space.alphas(), settings.epochs, self.method.parts())
 
@@ -229,7 +232,8 @@ class Search(Task):
                 for k, row in enumerate(self.space.rows)
             }  # fmt: skip
             said = "Architecture weights by edge, over epochs"
-            found.append(Picture(said, svg=curves(panels, said, "epoch")))
+            drawn = curves(panels, said, "epoch", columns=3 if len(panels) < 9 else 4)
+            found.append(Picture(said, svg=drawn))
         if layers := capv(model):
             both = {"effective scale": [c.effective for c in layers]}
             if layers[0].shared is not None:
