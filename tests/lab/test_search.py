@@ -20,7 +20,7 @@ from normlab.lab.loop import fit
 from normlab.lab.optimizers import learning_rate, optimizer_for
 from normlab.lab.seeds import generator
 from normlab.lab.study import build_model, load_data
-from normlab.lab.tasks import Batch, Context, Phase, task_of
+from normlab.lab.tasks import Context, Phase, task_of
 from normlab.lab.tasks.search import SearchModel, darts, methods
 from normlab.lab.tasks.search.enas import Controller
 from normlab.lab.tasks.search.mixture import weighted_sum
@@ -95,7 +95,7 @@ def test_the_affine_of_an_edge_is_that_of_the_operations_before_it():
     assert indices([3, 1, 4, 2, 2, 2]) == (0, 3, 1 + 5 * 4)
     columns = indices(torch.tensor([[3, 1, 4, 0, 0, 0], [2, 0, 1, 3, 3, 3]]).unbind(1))
     assert columns[0] == 0 and [c.tolist() for c in columns[1:]] == [[3, 2], [21, 5]]
-    cell = network().stages[0]
+    cell: Any = network().stages[0]
     for (_, of), edge in zip(EDGES, cell.edges, strict=True):
         for conv in edge.values():
             assert conv.norm.num_classes == len(conv.norm.class_weight) == 5**of
@@ -120,7 +120,7 @@ def test_a_cell_is_the_formula():
     """Node by node, with torch's operators, and the affine that the index names."""
     from normlab.lab.norms import parse_norm
 
-    cell = Cell(4, parse_norm("conditional(track_running_stats=False, init_std=0.5)")).double()
+    cell: Any = Cell(4, parse_norm("conditional(track_running_stats=False, init_std=0.5)")).double()
     x, weights, told = torch.randn(3, 4, 5, 5, dtype=torch.float64), torch.rand(6, 5, dtype=torch.float64), (0, 2, 13)
     nodes: list[Any] = [x, 0, 0, 0]
     for e, (to, of) in enumerate(EDGES):
@@ -186,7 +186,7 @@ def test_checkpointing_keeps_gradients_and_holds_less():
 
 
 def test_capv_is_over_all_operations_before_a_layer():
-    cell = network().stages[0]
+    cell: Any = network().stages[0]
     layer: Any = cell.edges[2]["nor_conv_3x3"].norm  # from node 1: five
     with torch.no_grad():
         layer.weight.fill_(2.0)
@@ -280,7 +280,7 @@ def test_the_unrolled_gradient_is_the_exact_derivative():
 # Methods ------------------------------------------------------------------------------------------------------------
 
 
-def context(settings: Settings) -> tuple[Any, Any, Context, Batch, Batch]:
+def context(settings: Settings) -> tuple[Any, ...]:
     """Task, model and context in the first epoch, and a batch for the weights and one for the architecture."""
     torch.manual_seed(0)
     data, task = load_data(settings), task_of(settings)
@@ -302,7 +302,8 @@ def test_each_phase_moves_its_own_parameters(options: dict[str, Any]):
     model.zero_grad(set_to_none=True)
     found = architecture.compute(model, search, ctx)
     found["loss"].backward()
-    assert model.alphas.grad.abs().max() > 0 and all(p.grad is None for p in model.net.parameters())
+    assert model.alphas.grad is not None and model.alphas.grad.abs().max() > 0
+    assert all(p.grad is None for p in model.net.parameters())
     assert_close(found["gap"], found["loss"].detach() - loss.detach())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())  # nothing but an optimizer moves them
     assert [p.part for p in (weights, architecture)] == ["train", "search"]
@@ -366,9 +367,26 @@ def test_a_parameter_may_have_its_first_gradient_later_than_others():
     for used in ((True, False), (True, True), (False, True)):
         for optimizer, pair in ((mine, (a, b)), (plain, (c, d))):
             optimizer.zero_grad(set_to_none=True)
-            sum(p.sin().sum() for p, on in zip(pair, used, strict=True) if on).backward()
+            torch.stack([p.sin().sum() for p, on in zip(pair, used, strict=True) if on]).sum().backward()
             optimizer.step()
     assert_close(torch.stack([a, b]), torch.stack([c, d]))
+
+
+def test_a_cell_trained_alone_is_one_network_for_all_settings():
+    """What is measured depends on the cell and the seed, not on the norm and the method of the search."""
+    found = []
+    for norm, method in (("batch(affine=False)", "darts"), (BY_OPERATION, "gdas")):
+        task, model, ctx, *_ = context(tiny(norm=norm, options={"method": method}, train_size=200))
+        with torch.no_grad():
+            model.alphas.copy_(one_hot(PATH))
+        record = task.measure(task.measurement("alone(epochs=2)"), model, ctx, lambda *_: None)
+        found.append(record["values"]["accuracy"])
+        assert record["details"]["cell"] == CELL and record["kind"] == "search:alone"
+    assert found[0] == found[1] > 15  # in per cent, of ten classes
+    with torch.no_grad():
+        model.alphas.copy_(one_hot([0] * 6))  # nothing passes
+    record = task.measure(task.measurement("alone(epochs=2)"), model, ctx, lambda *_: None)
+    assert record["values"]["accuracy"] < found[0]
 
 
 # Images, tables, settings -------------------------------------------------------------------------------------------
@@ -502,7 +520,7 @@ def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypat
     arguments = [
         "compare", "--task", "search", "--norms", f"batch(affine=False),{BY_OPERATION}", "--data", "digits", "--size",
         "0", "--train-size", "64", "--epochs", "1", "--width", "4", "--table", "table.csv", "--out", "study",
-        "--processes", "1", "--candidates", "2",
+        "--processes", "1", "--candidates", "2", "--measure", "alone(1),test",
     ]  # fmt: skip
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -512,7 +530,8 @@ def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypat
         (norm, method) for norm in ("batch(affine=False)", BY_OPERATION) for method in ("darts", "random")
     }
     for run in results.runs:
-        (record,) = run.records
+        alone, record = run.records
+        assert alone["details"]["cell"] == CELL and 0 <= alone["values"]["accuracy"] <= 100
         assert record["values"]["true_accuracy"] == 93.5 and next(iter(record["metrics"])) == "true_accuracy"
         assert record["details"]["true_accuracies"] == {
             "CIFAR10TestAccuracy200Epochs": 93.5, "CIFAR100TestAccuracy200Epochs": 70.5
@@ -524,7 +543,7 @@ def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypat
     page = (tmp_path / "study" / "report.html").read_text()
     assert "true accuracy (%)" in page and "Architecture weights by edge" in page and CELL in page
     with pytest.raises(SystemExit):
-        main([*arguments[:-8], "--table", "gone.csv", "--out", "other"])
+        main([*arguments[:-10], "--table", "gone.csv", "--out", "other"])
     assert "there is no table gone.csv" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["compare", "--task", "search", "--help"])
@@ -539,7 +558,7 @@ def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypat
 @pytest.mark.parametrize("norm", ["layer", "group(4)", "switchable", "none"])
 def test_a_controller_draws_with_the_probabilities_that_it_states(norm: str):
     """Of all 2 x 3 x 2 texts: how often each is drawn, its probability, and the entropy."""
-    controller = Controller((2, 3, 2), norm, hidden=8).double()
+    controller: Any = Controller((2, 3, 2), norm, hidden=8).double()
     with torch.no_grad():
         for head in controller.head.values():
             head.weight.normal_(0, 2)
@@ -635,21 +654,21 @@ def test_a_cell_of_darts_is_a_model_of_the_lab(tmp_path):
     """Both heads are trained; drop path rises with the epochs; a classifier's measurements take it."""
     settings = Settings(
         data="digits", model=f"darts-cell({darts.DARTS_V2})", norm="batch", size=32, train_size=48, test_size=20,
-        depth=3, width=2, epochs=2, batch_size=16, options={"drop_path": 0.4},
+        depth=3, width=2, epochs=2, batch_size=16, options=(("drop_path", 0.4),),
     )  # fmt: skip
     run = lab.train(settings, tmp_path / "run", measure=["clean", "noise(n=10)"], device="cpu")
     assert [r["measurement"] for r in run.records] == ["clean", "noise(n=10)"]
     model, _ = lab.load_model(tmp_path / "run")
     data = load_data(settings)
-    task = task_of(settings)
+    task, ctx = task_of(settings), Context(settings, data, torch.device("cpu"), torch.Generator())
     for done in (0.0, 0.5):
-        assert task.start_epoch(model, done, None)  # a captured step is captured again
+        assert task.start_epoch(model, done, ctx)  # a captured step is captured again
         assert {cell.drop for cell in model.net.cells} == {0.4 * done}
     model.net.set_drop_path(0.0)
-    batch = next(Context(settings, data, torch.device("cpu"), torch.Generator()).batches(size=8))
+    batch = next(ctx.batches(size=8))
     model.train()
     made = model(batch.x)
-    found = task.step(model, batch, Context(settings, data, torch.device("cpu"), torch.Generator()))
+    found = task.step(model, batch, ctx)
     both = [nn.functional.cross_entropy(t, batch.y) for t in made]
     assert_close(found["loss"], both[0] + 0.4 * both[1])
     assert (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -65,9 +67,9 @@ class Classify(Recipe):
         sparse = any(isinstance(m, SparseSwitchNorm) for m in model.modules())
         if sparse:
             set_radius(model, progress)
-        own = [m.at_progress for m in model.modules() if hasattr(m, "at_progress")]
-        for at_progress in own:
-            at_progress(progress)
+        own: list[Any] = [m for m in model.modules() if hasattr(m, "at_progress")]
+        for module in own:
+            module.at_progress(progress)
         return sparse or bool(own)
 
 

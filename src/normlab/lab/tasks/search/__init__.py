@@ -25,7 +25,8 @@ from ...norms import parse_norm
 from ...optimizers import learning_rate
 from ...seeds import generator
 from ...settings import Option
-from .. import Batch, Context, Metric, Phase, Picture, Task
+from .. import Batch, Context, Metric, Phase, Picture, Task, like, task_of
+from ..measuring import Measure
 from .enas import Enas
 from .methods import Darts, Gdas, Method, RandomSearch
 from .mixture import of_batches
@@ -64,6 +65,42 @@ class SearchModel(nn.Module):
         return self.net(x, self.weights())
 
 
+class Alone(nn.Module):
+    """A network of a space that runs one cell."""
+
+    def __init__(self, net: nn.Module, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.net, self.given = net, dict(given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x, **self.given)
+
+
+def trained_alone(model: nn.Module, ctx: Context, epochs: int) -> dict[str, Any]:
+    """A measurement: the accuracy on test images of the cell that was found, trained alone from its first weights.
+
+    Networks of a search are no measure of what they find: a mixture of all operations and a single path differ. Here
+    all cells have the same network, with batch norm, and see all training images.
+    """
+    from ...loop import fit
+    from ..classification.classify import Classify
+
+    task: Any = task_of(ctx.settings)
+    cell, settings = task.method.found(model, ctx), ctx.settings
+    usual = {
+        "norm": "batch",
+        "recipe": "classify",
+        "task": "classification",
+        "options": {},
+        "accumulate": 1,
+        "ema": 0.0,
+    }
+    plain = settings.with_(**usual, epochs=epochs, lr=0.1, lr_end=0.0, warmup=0, schedule="cosine", best="last")
+    net = Alone(task.space.build(settings, like(ctx.data.about), "batch"), task.space.alone(cell))
+    history = fit(net, ctx.data.data, plain, task=Classify(), device=ctx.device)
+    return {"accuracy": history.epochs[-1]["accuracy"], "cell": cell}
+
+
 class Search(Task):
     name = "search"
     about = "cells of convolutional networks: DARTS, GDAS, ENAS and random search over shared weights"
@@ -81,8 +118,8 @@ class Search(Task):
         "seed": (0,),
     }
     metrics: ClassVar[Mapping[str, Metric]] = {
-        "val_accuracy": Metric("%", True, "validation accuracy"),
-        "val_loss": Metric("", False, "validation loss"),
+        "val_accuracy": Metric("%", True, "validation accuracy in the search"),
+        "val_loss": Metric("", False, "validation loss in the search"),
         "gap": Metric("", False, "validation loss - training loss"),
     }
     options: ClassVar[Mapping[str, Option] | None] = {
@@ -105,6 +142,11 @@ class Search(Task):
         "checkpoint": Option(False, "compute cells again in backward: less memory, more time"),
     }  # fmt: skip
     loads = ("split", "table", "column")
+    measured: ClassVar[Sequence[str]] = ("alone", "test")
+    measurements: ClassVar[Mapping[str, Measure]] = {
+        "alone": Measure("accuracy on test images of the cell that was found, trained alone with batch norm",
+                         trained_alone, {"epochs": 5}, {"accuracy": Metric("%", True, "accuracy of the cell alone")}),
+    }  # fmt: skip
     method: Method
     space: Any
 

@@ -451,6 +451,7 @@ class Network(nn.Module):
         if not 0 <= p <= 1:
             raise LabError(f"drop path is a share of 0 to 1; got {p}")
         for cell in self.cells:
+            assert isinstance(cell, GenotypeCell)
             cell.drop = p
 
     def forward(self, x: Tensor) -> Tensor | Logits:
