@@ -473,7 +473,7 @@ def test_what_does_not_fit_is_a_sentence():
     with pytest.raises(LabError, match=r"a search trains a normlab\.lab\.tasks\.search\.SearchModel"):
         fit(model.net, data, tiny())
     accumulated = tiny(norm="batch", accumulate=2, options={"order": 2})
-    with pytest.raises(LabError, match="order = 2 looks ahead by a step of a whole batch; got accumulate = 2"):
+    with pytest.raises(LabError, match="task search are wholes, and accumulate = 2 would cut them"):
         fit(build_model(accumulated, data), data, accumulated)
 
 

@@ -156,6 +156,7 @@ class Search(Task):
         own.space = import_module(f".{chosen.space}", __name__).SPACE
         own.method = METHODS[chosen.method](chosen, own.space)
         own.captures = own.method.captures
+        own.splits = chosen.order == 1  # the second order looks ahead by a step of the whole batch
         own.method.check()
         if chosen.horizon and chosen.horizon < settings.epochs:
             raise LabError(f"horizon = {chosen.horizon} ends before epochs = {settings.epochs}; expected as many or "

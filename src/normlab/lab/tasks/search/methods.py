@@ -76,9 +76,6 @@ class Darts(Method):
                            "Leave one out.")  # fmt: skip
 
     def phases(self, model: Any, ctx: Context) -> list[Phase]:
-        if self.chosen.order == 2 and ctx.settings.accumulate > 1:
-            raise LabError(f"order = 2 looks ahead by a step of a whole batch; got accumulate = "
-                           f"{ctx.settings.accumulate}. Take 1.")  # fmt: skip
         adam = {
             "optimizer": "adam", "betas": (0.5, 0.999), "lr": self.chosen.alpha_lr, "lr_end": 0.0, "clip": 0.0,
             "weight_decay": self.chosen.alpha_decay, "schedule": "constant", "warmup": 0, "decay_all": True,
