@@ -16,6 +16,7 @@ from normlab import lab
 from normlab.lab import LabError, Settings, reproduce
 from normlab.lab.analysis import capv
 from normlab.lab.cli import main
+from normlab.lab.grid import make_study
 from normlab.lab.loop import fit
 from normlab.lab.optimizers import learning_rate, optimizer_for
 from normlab.lab.seeds import generator
@@ -380,13 +381,13 @@ def test_a_cell_trained_alone_is_one_network_for_all_settings():
         with torch.no_grad():
             model.alphas.copy_(one_hot(PATH))
         record = task.measure(task.measurement("alone(epochs=2)"), model, ctx, lambda *_: None)
-        found.append(record["values"]["accuracy"])
+        found.append(record["values"]["alone_accuracy"])
         assert record["details"]["cell"] == CELL and record["kind"] == "search:alone"
     assert found[0] == found[1] > 15  # in per cent, of ten classes
     with torch.no_grad():
         model.alphas.copy_(one_hot([0] * 6))  # nothing passes
     record = task.measure(task.measurement("alone(epochs=2)"), model, ctx, lambda *_: None)
-    assert record["values"]["accuracy"] < found[0]
+    assert record["values"]["alone_accuracy"] < found[0]
 
 
 # Images, tables, settings -------------------------------------------------------------------------------------------
@@ -477,6 +478,15 @@ def test_what_does_not_fit_is_a_sentence():
         fit(build_model(accumulated, data), data, accumulated)
 
 
+def test_a_comparison_in_python_is_that_of_the_command():
+    """Axes of the task's default comparison are kept unless they are given."""
+    study = make_study(["batch"], 2, None, None, {"task": "search"})
+    assert study.axes == {"norm": ["batch"], "options.method": ["darts", "random"], "seed": [0, 1]}
+    assert study.measurements == ("alone", "test")
+    study = make_study(["batch"], None, None, None, {"task": "search", "method": "gdas", "table": "a.csv"})
+    assert list(study.axes) == ["norm", "seed"] and dict(study.base.options)["method"] == "gdas"
+
+
 # Whole searches -----------------------------------------------------------------------------------------------------
 
 
@@ -531,7 +541,7 @@ def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypat
     }
     for run in results.runs:
         alone, record = run.records
-        assert alone["details"]["cell"] == CELL and 0 <= alone["values"]["accuracy"] <= 100
+        assert alone["details"]["cell"] == CELL and alone["n"] == 360 and 0 <= alone["values"]["alone_accuracy"] <= 100
         assert record["values"]["true_accuracy"] == 93.5 and next(iter(record["metrics"])) == "true_accuracy"
         assert record["details"]["true_accuracies"] == {
             "CIFAR10TestAccuracy200Epochs": 93.5, "CIFAR100TestAccuracy200Epochs": 70.5
@@ -540,6 +550,8 @@ def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypat
         darts, sandwich = dict(run.settings.options)["method"] == "darts", "sandwich" in run.settings.norm
         assert titles[0] == "The cell that was found" and len(titles) == 1 + darts + sandwich
         assert record["pictures"][0]["captions"] == [CELL]
+        for picture in record["pictures"]:  # an img element draws it at this size, and paper under it
+            assert re.match(r'<svg [^>]*width="\d+" height="[\d.]+"[^>]*><rect', picture["svg"])
     page = (tmp_path / "study" / "report.html").read_text()
     assert "true accuracy (%)" in page and "Architecture weights by edge" in page and CELL in page
     with pytest.raises(SystemExit):

@@ -54,7 +54,7 @@ _COLUMNS = {"CIFAR-100": "cifar100", "ImageNet16-120": "imagenet", "CIFAR-10": "
 _TABLE = "nasbench201.csv"
 
 _IN_SEARCH = Column("validation accuracy in the search", "test", "val_accuracy")
-_ALONE = Column("accuracy of the cell trained alone, 5 epochs", "alone", "accuracy")
+_ALONE = Column("accuracy of the cell trained alone, 5 epochs", "alone", "alone_accuracy")
 
 Lines = dict[str, list[tuple[list[float], list[float]]]]
 
