@@ -561,7 +561,7 @@ def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypat
         main(["compare", "--task", "search", "--help"])
     shown = capsys.readouterr().out
     assert "--method" in shown and "darts|gdas|enas|random" in shown and "architecture" in shown
-    assert json.loads((tmp_path / "study" / "results.jsonl").read_text().splitlines()[0])["n"] == 30
+    assert json.loads((tmp_path / "study" / "results.jsonl").read_text().splitlines()[0])["n"] == 360
 
 
 # ENAS ---------------------------------------------------------------------------------------------------------------
