@@ -148,11 +148,11 @@ def test_drawings_name_every_operation():
 @pytest.mark.parametrize("name", NAMES)
 def test_an_edge_with_one_hot_weights_is_the_operation(name):
     """Beside torch's functions, on weights of the layer."""
-    cell, x = supernet().cells[1], torch.randn(2, 8, 8, 8)  # it reduces: edges from its inputs have stride 2
-    edge: Any = cell.edges[0]
+    cell: Any = supernet().cells[1]
+    x = torch.randn(2, 8, 8, 8)  # the cell reduces: edges from its inputs have stride 2
     y = cell.mixed(0, x, F.one_hot(torch.tensor(NAMES.index(name)), len(NAMES)).float())
     norm = lambda t: F.batch_norm(t, None, None, training=True)  # noqa: E731
-    run = edge[name] if name != "none" else None
+    run: Any = cell.edges[0][name] if name != "none" else None
     if name == "none":
         expected = torch.zeros(2, 8, 4, 4)
     elif name == "max_pool_3x3":
@@ -177,7 +177,8 @@ def test_an_edge_with_one_hot_weights_is_the_operation(name):
 
 
 def test_the_mixture_is_linear_in_the_weights():
-    cell, x = supernet().cells[0], torch.randn(2, 4, 8, 8)
+    cell: Any = supernet().cells[0]
+    x = torch.randn(2, 4, 8, 8)
     weights = torch.rand(len(NAMES))
     each = [cell.mixed(3, x, F.one_hot(torch.tensor(k), len(NAMES)).float()) for k in range(len(NAMES))]
     expected = sum(w * t for w, t in zip(weights, each, strict=True))
@@ -245,7 +246,7 @@ def test_drop_path_keeps_the_expectation():
 def test_drop_path_leaves_out_operations_in_training_and_never_a_skip():
     net, x = Network(like(), DARTS_V2, width=4, cells=3, auxiliary=False), torch.rand(3, 3, 32, 32)
     states = [torch.randn(3, 4, 8, 8)] * 2
-    cell = net.cells[0]
+    cell: Any = net.cells[0]
     whole = [cell._through(k, [*states, states[0], states[0]]) for k in range(6)]
     net.set_drop_path(1.0)
     dropped = [cell._through(k, [*states, states[0], states[0]]) for k in range(6)]
@@ -262,7 +263,7 @@ def test_drop_path_leaves_out_operations_in_training_and_never_a_skip():
 def test_the_auxiliary_head_is_at_two_thirds_and_in_training_only():
     net, x, y = Network(like(), DARTS_V1, width=4, cells=6), torch.rand(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
     seen: list[Tensor] = []
-    net.cells[4].register_forward_hook(lambda m, x, y: seen.append(y))
+    net.cells[4].register_forward_hook(lambda *given: seen.append(given[2]))
     found = net(x)
     assert isinstance(found, Logits)
     assert net.auxiliary is not None

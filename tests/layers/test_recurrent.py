@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ OPTIONS = [(apart, cell) for apart in (True, False) for cell in (True, False)]
 INPUT, HIDDEN = 5, 12
 
 
-def lstm(norm: Any = "layer", layers: int = 1, **options: Any) -> normlab.LSTM:
+def lstm(norm: Any = "layer", layers: int = 1, **options: Any) -> Any:
     """With parameters that are far from what they start as."""
     made = normlab.LSTM(INPUT, HIDDEN, layers, norm=norm, dtype=torch.float64, **options)
     with torch.no_grad():
@@ -62,8 +63,8 @@ def standardized(v: Tensor, layer: normlab.Norm, weights: Tensor) -> Tensor:
     if isinstance(statistics, normlab.Mixture):
         weights = weights.reshape(2, len(spread), -1)  # the last axis: channel groups with weights of their own
         weights = weights.repeat_interleave(len(v) // weights.shape[2], 2)
-        mean = sum(w * m for w, (m, _) in zip(weights[0], spread, strict=True))
-        var = sum(w * s for w, (_, s) in zip(weights[1], spread, strict=True))
+        mean = torch.stack([w * m for w, (m, _) in zip(weights[0], spread, strict=True)]).sum(0)
+        var = torch.stack([w * s for w, (_, s) in zip(weights[1], spread, strict=True)]).sum(0)
     else:
         ((mean, var),) = spread
     return (v - mean) / (var + layer.eps).sqrt()
@@ -118,8 +119,11 @@ def whole_formula(layer: normlab.LSTM, x: Tensor, h: Tensor, c: Tensor, weights:
     return x, h, c
 
 
-def gradients(outputs: Any, wanted: list[Tensor]) -> list[Tensor]:
-    loss = sum((t * torch.linspace(-1, 2, t.numel(), dtype=t.dtype).reshape(t.shape)).sin().sum() for t in outputs)
+def gradients(outputs: Any, wanted: Any) -> list[Tensor]:
+    loss: Any = sum(
+        (t * torch.linspace(-1, 2, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)).sin().sum()
+        for t in outputs
+    )
     found = torch.autograd.grad(loss, wanted, allow_unused=True)
     return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
 
@@ -319,7 +323,8 @@ def test_gradients_of_packed_sequences_are_those_of_single_ones():
 @pytest.mark.parametrize("norm", ["layer", "group", "switchable", "rms"])
 def test_the_scale_of_weights_changes_nothing(norm):
     """What normalization is for: with both contributions and the cell normalized, weights have a direction only."""
-    layer, x = normlab.LSTM(INPUT, HIDDEN, norm=NORMS[norm], eps=1e-12, dtype=torch.float64), numbers(6, 3, INPUT)
+    layer: Any = normlab.LSTM(INPUT, HIDDEN, norm=NORMS[norm], eps=1e-12, dtype=torch.float64)
+    x = numbers(6, 3, INPUT)
     before = layer(x)[0]
     with torch.no_grad():
         layer.weight_hh_l0 *= 7
@@ -345,10 +350,7 @@ def test_a_mixture_is_a_switchable_norm_of_the_library():
 
 
 def test_parameters_and_their_groups():
-    layer, torchs = (
-        normlab.LSTM(INPUT, HIDDEN, 2, bidirectional=True, norm="switchable"),
-        nn.LSTM(INPUT, HIDDEN, 2, bidirectional=True),
-    )
+    layer, torchs = lstm("switchable", 2, bidirectional=True), nn.LSTM(INPUT, HIDDEN, 2, bidirectional=True)
     ours, theirs = layer.state_dict(), torchs.state_dict()
     assert theirs.keys() < ours.keys()
     assert all(k.startswith("norm_") for k in ours.keys() - theirs.keys())
@@ -359,7 +361,9 @@ def test_parameters_and_their_groups():
     decayed = normlab.parameter_groups(layer, lr=0.1, weight_decay=1e-4)[0]["params"]
     assert {id(p) for p in decayed} == {id(p) for n, p in layer.named_parameters() if n.startswith("weight_")}
     layer.reset_parameters()
-    assert all(bool((n.weight == 1).all()) and bool((n.bias == 0).all()) for n in layer.children())
+    for norm in layer.children():
+        assert norm.weight.tolist() == [1.0] * norm.num_features
+        assert norm.bias.tolist() == [0.0] * norm.num_features
     assert float(layer.weight_hh_l0.detach().abs().max()) <= HIDDEN**-0.5
 
 
@@ -377,6 +381,72 @@ def test_a_norm_layer_with_a_hook_is_called():
     layer.norm_hh_l0.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(layer(x), expected)
     assert len(calls) == 4
+
+
+def test_conversion_changes_the_norm_layers_of_an_lstm():
+    model, x = nn.Sequential(lstm("layer", 2)), numbers(4, 3, INPUT)
+    normlab.convert(model, "group", num_groups=4, keep=False)
+    expected = lstm("group(4)", 2)
+    expected.load_state_dict(model[0].state_dict())
+    torch.testing.assert_close(model(x), expected(x))
+    normlab.convert(model, "none")
+    plain = lstm("none", 2)
+    plain.load_state_dict(model[0].state_dict())
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_copies_and_files(tmp_path):
+    layer, x = lstm("switchable", 2, apart=False), numbers(4, 3, INPUT)
+    torch.save(layer, tmp_path / "layer.pt")
+    for other in (copy.deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
+        torch.testing.assert_close(other(x), layer(x))
+    assert "norm=layer+group(4), apart=False, eps=1e-05" in repr(layer)
+    assert ", norm=none" in repr(normlab.LSTMCell(INPUT, HIDDEN, norm="none"))
+
+
+def test_without_gradients_nothing_is_kept():
+    layer, x = lstm("switchable", 2), numbers(4, 3, INPUT)
+    expected, state = layer(x)
+    with torch.no_grad():
+        y, found = layer(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(found, state)
+    assert not y.requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x)[0], expected)
+    layer.requires_grad_(False)
+    assert layer(x)[0].grad_fn is None
+    x.requires_grad_()  # frozen weights still pass gradients on
+    plain = torch.autograd.grad(lstm_loop_alone(layer, x), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(layer(x)[0].sum(), x)[0], plain)
+
+
+def lstm_loop_alone(layer: Any, x: Tensor) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lstm_loop, "must_trace", lambda x: True)
+        return layer(x)[0].sum()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("norm", ["layer", "group", "switchable", "rms"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_on_a_gpu_as_on_the_cpu(norm, apart):
+    layer, lengths = lstm(NORMS[norm], 2, bidirectional=True, apart=apart), [2, 5, 1, 3]
+    x = numbers(5, 4, INPUT)
+    found = []
+    for device in ("cpu", "cuda"):
+        layer, given = layer.to(device), x.to(device).requires_grad_()
+        packed = pack_padded_sequence(given, torch.tensor(lengths), enforce_sorted=False)
+        for taken in (given, packed):
+            y, state = layer(taken)
+            outputs = (y.data if isinstance(y, PackedSequence) else y, *state)
+            found.append([t.cpu() for t in (*outputs, *gradients(outputs, [given, *layer.parameters()]))])
+    torch.testing.assert_close(found[2], found[0], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(found[3], found[1], rtol=1e-8, atol=1e-8)
+    layer, x = normlab.LSTM(INPUT, HIDDEN, 2, norm=NORMS[norm], apart=apart), torch.randn(20, 3, INPUT)
+    expected = layer(x)[0]
+    y, _ = layer.to("cuda", torch.bfloat16)(x.to("cuda", torch.bfloat16))
+    torch.testing.assert_close(y.float().cpu(), expected, rtol=0, atol=0.03)
 
 
 # --- ways to run ------------------------------------------------------------------------------------------------------
@@ -399,7 +469,8 @@ def test_half_precision_keeps_states_and_statistics_in_float32(dtype, apart):
 
 
 def test_autocast_multiplies_in_its_type():
-    layer, x = normlab.LSTM(INPUT, HIDDEN, norm="layer"), torch.randn(6, 3, INPUT)
+    layer: Any = normlab.LSTM(INPUT, HIDDEN, norm="layer")
+    x = torch.randn(6, 3, INPUT)
     expected = layer(x)[0]
     with torch.autocast("cpu", torch.bfloat16):
         y, (h, _) = layer(x)
@@ -443,7 +514,7 @@ def test_transforms_of_torch_func():
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_gradient_by_hand_in_float32_is_the_recorded_one_in_float64(norm, apart, monkeypatch):
     """At sizes of real layers: oneDNN's products, chunks of rows, and rounding, beside the same in float64."""
-    layer = normlab.LSTM(64, 96, 2, norm=NORMS[norm], apart=apart)
+    layer: Any = normlab.LSTM(64, 96, 2, norm=NORMS[norm], apart=apart)
     x, state = torch.randn(20, 24, 64), (0.3 * torch.randn(2, 24, 96), torch.randn(2, 24, 96))
     calls: list[int] = []
     plain = lstm_loop.plain_sequence

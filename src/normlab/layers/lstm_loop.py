@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import lcm
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +168,14 @@ def run_sequence(
     assert isinstance(hidden, Affine) and isinstance(of_cell, Affine)
     about = _About(hidden.statistics, of_cell.statistics, len(hidden.learned), apart, steps)
     affines = hidden.gain, hidden.shift, of_cell.gain, of_cell.shift
-    return _Sequence.apply(about, x, weight, h, c, *affines, *hidden.learned, *of_cell.learned)
+    return _apply(_Sequence, about, x, weight, h, c, *affines, *hidden.learned, *of_cell.learned)
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    """Within apply, ``needs_input_grad`` says what requires gradients, also where none are recorded and kept."""
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(SimpleNamespace(needs_input_grad=()), *arguments)
 
 
 def gates_of_input(x: Tensor, weight: Tensor, normalized: Normalized | None) -> Tensor:  # [M, C] to [M, 4 H]
@@ -177,7 +185,7 @@ def gates_of_input(x: Tensor, weight: Tensor, normalized: Normalized | None) -> 
         a = at_least_float32(torch.nn.functional.linear(x, weight))
         return a if normalized is None else normalized(a)
     statistics, gain, shift, learned = normalized or (None, None, None, ())  # type: ignore[misc]
-    return _Input.apply(statistics, x, weight, gain, shift, *learned)
+    return _apply(_Input, statistics, x, weight, gain, shift, *learned)
 
 
 class _Input(torch.autograd.Function):
@@ -191,10 +199,10 @@ class _Input(torch.autograd.Function):
         kind = torch.promote_types(x.dtype, torch.float32)
         a = multiply(x, weight).to(kind)
         ctx.statistics, ctx.kept = statistics, []
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(x, weight, *(() if statistics is None else (gain, shift, *learned, a)))
         if statistics is None:
-            ctx.save_for_backward(x, weight)
             return a
-        ctx.save_for_backward(x, weight, gain, shift, *learned, a)
         y, (gain, shift, *wide) = torch.empty_like(a), _wide((gain, shift, *learned), kind)
         for at in _parts(a):
             y[at], kept = statistics.forward(a[at], gain, shift, wide)
@@ -266,8 +274,9 @@ class _Sequence(torch.autograd.Function):
         gain, shift, cell_gain, cell_shift = _wide((gain, shift, cell_gain, cell_shift), kind)
         of_hidden, of_cell = _wide(learned[:number], kind), _wide(learned[number:], kind)
         outputs = h.new_empty(x.shape[0], size)
-        large: list[Any] = [None] * len(steps.sizes)  # of the size of the gates and states
-        small: list[Any] = [None] * len(steps.sizes)  # of the size of the statistics
+        large: list[Any] = [()] * len(steps.sizes)  # of the size of the gates and states
+        small: list[Any] = [()] * len(steps.sizes)  # of the size of the statistics
+        keep = any(ctx.needs_input_grad)
         c = c.to(kind)
         for t, start, n in steps.in_time():
             at = slice(start, start + n)
@@ -287,9 +296,10 @@ class _Sequence(torch.autograd.Function):
                 tanh.tanh_()
             one = outputs[at]
             one.copy_(o * tanh) if one.dtype != kind else torch.mul(o, tanh, out=one)
-            large[t], small[t] = (sums, gates, new, tanh), (of_gates, of_state)
+            if keep:
+                large[t], small[t] = (sums, gates, new, tanh), (of_gates, of_state)
             h, c = _replaced(h, one), _replaced(c, new)
-        if any(ctx.needs_input_grad):
+        if keep:
             ctx.about, ctx.small, ctx.given = about, small, len(given)
             ctx.save_for_backward(*given, outputs, *(tensor for each in large for tensor in each))
         return outputs, h.clone(), c.to(h.dtype, copy=True)

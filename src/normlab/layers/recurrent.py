@@ -338,7 +338,9 @@ def _normalized(layer: Any, biases: Sequence[Tensor]) -> Normalized:
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is its statistics and an affine map, and nothing else happens when it is called."""
-    if not isinstance(layer, Norm) or layer._surrounds or layer.fused_act is not None or layer.wants:
+    if not isinstance(layer, Norm) or type(layer).forward is not Norm.forward:
+        return False
+    if layer._surrounds or layer.fused_act is not None or layer.wants:
         return False
     statistics = layer.statistics
     return (
