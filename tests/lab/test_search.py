@@ -521,6 +521,29 @@ def test_a_search_resumes_to_the_same_numbers(tmp_path, method: str):
     assert (model.course[0] - 0.2).abs().max() < 1e-3 < (model.course[1] - 0.2).abs().max()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_captured_search_has_the_numbers_of_one_that_is_not(order: int):
+    """The operations that norms are told are drawn anew in each replay."""
+    notes: list[str] = []
+
+    class Notes(lab.Watcher):
+        def note(self, sentence):
+            notes.append(sentence)
+
+    lines = []
+    for capture in (True, False):
+        settings = tiny(
+            norm=BY_OPERATION, capture=capture, train_size=400, precision="float32", options={"order": order}
+        )
+        data = load_data(settings)
+        history = fit(build_model(settings, data), data, settings, device="cuda", progress=Notes())
+        lines.append(history.epochs[-1])
+    assert not notes
+    for name in ("weights_loss", "architecture_loss", "val_loss"):
+        assert lines[0][name] == pytest.approx(lines[1][name], rel=1e-3), name
+
+
 def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     every = ["ArchitectureString,CIFAR10TestAccuracy200Epochs,CIFAR100TestAccuracy200Epochs"]
