@@ -521,6 +521,7 @@ def test_a_search_resumes_to_the_same_numbers(tmp_path, method: str):
     assert (model.course[0] - 0.2).abs().max() < 1e-3 < (model.course[1] - 0.2).abs().max()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_captured_search_has_the_numbers_of_one_that_is_not(order: int):
