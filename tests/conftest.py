@@ -47,6 +47,11 @@ SLOW = {
     "lab/test_report.py": (),
     "lab/test_reproduce.py": (),
     "lab/test_reproduce_streams.py": (),
+    "lab/test_search.py": (
+        "test_a_comparison_shows_cells_curves_and_true_accuracies", "test_a_search_resumes_to_the_same_numbers",
+        "test_enas_finds_a_cell_that_its_controller_draws", "test_reproductions_of_searches_run",
+        "test_a_cell_of_darts_is_a_model_of_the_lab", "test_a_cell_trained_alone_is_one_network_for_all_settings",
+    ),
     "lab/test_store.py": ("test_a_full_disk_is_a_sentence_and_changes_nothing",),
     "lab/test_stored.py": (),
     "lab/test_streams.py": (),

@@ -680,6 +680,19 @@ def test_own_rules(given: tuple[str, ...], affine: str):
     close_to_exact(found, one_step(exact, x.double(), dy.double(), **label))
 
 
+@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("kind", [normlab.ConditionalBatchNorm2d, normlab.SandwichBatchNorm2d])
+def test_one_label_of_all_samples(kind: type[nn.Module], classes: int):
+    """A label on the device without dimensions is one row for the kernels, and a row's gradient."""
+    layer: Any = kind(16, classes, init_std=0.5).to(DEVICE)
+    exact = deepcopy(layer).double()
+    x, dy = (torch.randn(5, 16, 3, 4, device=DEVICE) for _ in range(2))
+    label = torch.tensor(classes - 1, device=DEVICE)
+    with normlab.backend("triton"):
+        found = one_step(layer, x, dy, label=label)
+    close_to_exact(found, one_step(exact, x.double(), dy.double(), label=label.expand(5)))
+
+
 def test_an_own_rule_of_many_samples(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("normlab.gpu.passes._TALL", 3)
     test_own_rules(("shift", "batch", "layer"), "shared")

@@ -206,6 +206,27 @@ def test_conditional_batch_norm_pools_all_classes():
     assert_close(layer(x, label), weight * plain + bias, **EXACT)
 
 
+@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("kind", [normlab.ConditionalBatchNorm2d, normlab.SandwichBatchNorm2d])
+def test_a_label_without_dimensions_is_that_of_all_samples(kind: type[Any], classes: int):
+    """Values and gradients, and no row of the table is copied for each sample."""
+    layer, x = scrambled(kind(8, classes, **DOUBLE)), features().requires_grad_()
+    k, dy, sizes = classes - 1, torch.randn_like(x), []
+    every: list[list[Any]] = []
+    for label in (torch.tensor(k), torch.full((len(x),), k), k):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(tuple(t.shape)) or t, lambda t: t):
+            y = layer(x, label)
+        every.append([y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)])
+        if len(every) == 1:
+            assert (len(x), 8) not in sizes
+    for other in every[1:]:
+        for mine, theirs in zip(every[0], other, strict=True):
+            assert_close(mine, theirs, **EXACT)
+    if classes > 1:
+        with pytest.raises(ValueError, match="labels run from 3 to 3"):
+            layer(x, torch.tensor(classes))
+
+
 def test_a_batch_of_mixed_branches_is_each_branch_alone():
     """Values, gradients and running statistics; the branch without samples keeps everything as it was."""
     layer = scrambled(normlab.AuxiliaryBatchNorm2d(8, ("main", "aux", "third"), **DOUBLE))

@@ -91,7 +91,7 @@ def fit(
     if settings.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
-    captured = settings.capture and device.type == "cuda" and ranks.world == 1
+    captured = settings.capture and task.captures and device.type == "cuda" and ranks.world == 1
     several = backend(launches="several") if captured else nullcontext()
     with arithmetic(settings.precision), _own_random_numbers(device), several:
         sync = ranks.check(settings, model)
@@ -142,7 +142,8 @@ class _Trainer:
         self.ema_weight = torch.zeros((), device=ctx.device)  # 1 - decay, for this step
         self.sums: dict[str, tuple[Tensor, str]] = {}  # by the name in the log; of which phase
         # Steps with several ranks are not captured: if one rank failed to capture, the others would wait for ever.
-        self.capture = settings.capture and ctx.device.type == "cuda" and self.ranks.world == 1
+        alone = ctx.device.type == "cuda" and self.ranks.world == 1
+        self.capture = settings.capture and self.task.captures and alone
         self.captured: Captured | None = None
         alone = len(state.phases) == 1
         self.losses = ["loss" if alone else f"{phase.name}_loss" for phase in state.phases]  # their names in the log

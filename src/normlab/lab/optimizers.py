@@ -33,7 +33,7 @@ def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
     if settings.schedule == "step":
         return settings.lr * settings.gamma ** sum(epoch >= m for m in settings.milestones)
     done = (epoch - settings.warmup) / (settings.epochs - settings.warmup)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+    return settings.lr_end + (settings.lr - settings.lr_end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def optimizer_for(phase: Phase, settings: Settings, device: torch.device) -> torch.optim.Optimizer:
@@ -62,10 +62,24 @@ def optimizer_for(phase: Phase, settings: Settings, device: torch.device) -> tor
     rate = torch.tensor(settings.lr, device=device)
     fused = device.type in ("cpu", "cuda")
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(split, lr=rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
+        return _SGD(split, lr=rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
     betas = phase.optimizer.get("betas", (0.9, 0.999))
     return kind(split, lr=rate, betas=betas, fused=fused, capturable=device.type == "cuda")
+
+
+class _SGD(torch.optim.SGD):
+    """Torch's, whose fused step fails where some parameters have their first gradient later than others."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: list[Any]) -> bool:
+        sparse = super()._init_group(group, params, grads, momentum_buffer_list)
+        if any(b is None for b in momentum_buffer_list) and not all(b is None for b in momentum_buffer_list):
+            # From zeros, the momentum after the first step is the gradient, as it is without.
+            filled = [
+                torch.zeros_like(p) if b is None else b for p, b in zip(params, momentum_buffer_list, strict=True)
+            ]
+            momentum_buffer_list[:] = filled
+        return sparse
 
 
 def settings_of(phase: Phase, settings: Settings) -> Settings:

@@ -79,6 +79,7 @@ class Settings:
     weight_decay: float = _number(5e-4, 0, help="weight decay")
     decay_all: bool = _other(True, help="decay every parameter; false: not norm layers, nor vectors")
     schedule: str = _choice("cosine", "cosine", "constant", "step", help="learning rate over epochs")
+    lr_end: float = _number(0.0, 0, help="learning rate that schedule 'cosine' would end at")
     milestones: tuple[int, ...] = _other((), help="epochs after which schedule 'step' multiplies by gamma")
     gamma: float = _number(0.1, 0, help="factor of schedule 'step'", above=True)
     warmup: int = _number(0, 0, help="first epochs over which the learning rate rises linearly, step by step")
@@ -104,7 +105,7 @@ class Settings:
 
     # These change the speed and no number, so they do not tell runs apart.
     NEUTRAL: ClassVar[frozenset[str]] = frozenset({"capture"})
-    LATER: ClassVar[frozenset[str]] = frozenset({"sync_norm", "task"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"lr_end", "sync_norm", "task"})
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -114,6 +115,8 @@ class Settings:
                            "expected at most batch_size.")  # fmt: skip
         if self.nesterov and not self.momentum:
             raise LabError("nesterov needs momentum above 0; got momentum = 0.")
+        if self.lr_end > self.lr:
+            raise LabError(f"lr_end = {self.lr_end:g} is above lr = {self.lr:g}; expected at most lr.")
         if self.schedule == "step" and not self.milestones:
             raise LabError("schedule 'step' needs milestones, for example milestones = [25, 40].")
         if self.warmup >= self.epochs and self.warmup:

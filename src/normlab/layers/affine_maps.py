@@ -30,7 +30,7 @@ def separate(layer: Norm, label: Any, branch: int | Tensor, style: Any, x: Tenso
     last = terms[-1] if terms else None
     if last == "class":
         tables = layer.class_weight, layer.class_bias
-        if isinstance(label, Tensor):
+        if isinstance(label, Tensor) and label.shape == x.shape[:1]:
             return Affine(*shared, *tables, label.contiguous())
         return Affine(*shared, *(select(t, label) for t in tables))  # type: ignore[arg-type]
     if last == "branch":

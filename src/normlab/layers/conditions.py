@@ -150,7 +150,11 @@ def current(layer: nn.Module) -> Route:
 
 
 def label_index(label: Any, number: int, samples: int | None) -> int | Tensor:
-    """A label as the engine takes it: one integer, or ``[N]`` integers; checked where that costs no synchronization."""
+    """A label as the engine takes it: one integer, ``[1]`` or ``[N]`` integers; checked where that costs no waiting.
+
+    A tensor without dimensions is the label of all samples. It stays one row: a captured graph can choose that row anew
+    in each replay, and no sample needs a row of its own.
+    """
     if isinstance(label, bool) or not isinstance(label, (int, Tensor)):
         hint = "; pass torch.tensor(label)" if isinstance(label, (list, tuple)) else ""
         raise TypeError(
@@ -160,7 +164,8 @@ def label_index(label: Any, number: int, samples: int | None) -> int | Tensor:
         if not 0 <= label < number:
             raise ValueError(f"label {label} is out of range; this layer has classes 0 to {number - 1}")
         return label
-    label = _one_a_sample(_integers(label, "labels", "label"), samples, "label")
+    whole = _integers(label, "labels", "label")
+    label = whole.unsqueeze(0) if whole.dim() == 0 else _one_a_sample(whole, samples, "label")
     _check_range(label, number, lambda low, high: f"labels run from {low} to {high}, but this layer has classes 0 to "
                  f"{number - 1}")  # fmt: skip
     return label

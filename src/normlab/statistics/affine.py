@@ -151,7 +151,12 @@ class PredictedOfPools(Predicted, PooledRule):
 
 def select(table: Tensor, index: int | Tensor) -> Tensor:
     """``[K, C]`` to the rows of ``index``: ``[1, C]`` for one, ``[N, C]`` for each sample's own."""
-    return table[index : index + 1] if isinstance(index, int) else take(table, index)
+    if table.shape[0] == 1 and (isinstance(index, int) or index.numel() == 1):
+        return table
+    if isinstance(index, int):
+        return table[index : index + 1]
+    # Of one row, the gradient of index_select is one addition; that of an index may sort first.
+    return table.index_select(0, index) if index.numel() == 1 else take(table, index)
 
 
 class SecondMap(IntEnum):

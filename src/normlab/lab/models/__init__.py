@@ -15,6 +15,7 @@ from ...model.convert import convert
 from ..errors import LabError
 from ..norms import NormSpec, parse_norm
 from ..seeds import derive
+from .cell import darts_cell
 from .common import INITS, Classifier, Sized, Standardize, initialise, load_weights
 from .external import PREFIXES, external
 from .mlp import linear, mlp
@@ -55,6 +56,7 @@ _ENTRIES: dict[str, Entry] = {
 }  # fmt: skip
 NAMES: dict[str, str] = {name: entry.about for name, entry in _ENTRIES.items()} | {
     "wrn-D-K": "Wide ResNet of 6n + 4 layers, K times as wide: wrn-28-10; with norm fixup one norm stays, the last",
+    "darts-cell(CELL)": "the network of a cell of DARTS' space, by its text or DARTS_V2; drop_path, auxiliary",
     "torchvision:NAME": "any classifier of torchvision, its norm layers exchanged",
     "timm:NAME": "any classifier of timm, its norm layers exchanged",
 }
@@ -123,6 +125,8 @@ def _entry(name: str) -> Entry:
     if wide:
         depth, factor = map(int, wide.groups())
         return Entry(wide_resnet, "", fixed={"depth": depth, "factor": factor}, residual=True)
+    if found := re.fullmatch(r"darts-cell\((.*)\)", name):
+        return Entry(darts_cell, "", "torch", {"cell": found[1]})
     deep = re.fullmatch(r"resnet(\d+)", name)
     if deep and int(deep[1]) in (18, 34, 50, 101, 152):
         raise LabError(f"{name} is a network for ImageNet: torchvision:{name}. Those for small images are resnet20, "

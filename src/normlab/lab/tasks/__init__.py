@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Modules of this package that define `TASK`.
-TASKS: tuple[str, ...] = ("classification", "finetune", "few_shot", "style")
+TASKS: tuple[str, ...] = ("classification", "finetune", "few_shot", "style", "search")
 
 
 class Metric(NamedTuple):
@@ -201,6 +201,8 @@ class Task:
     # The running statistics that averaged weights (ema) are tested and kept with: "estimated" anew on what show() runs,
     # "live", those of the weights that are trained, or "averaged" step by step as the weights are.
     averaged_statistics: str = "estimated"
+    # Whether steps may be replayed as CUDA graphs. One that chooses on the host what it computes may not.
+    captures: bool = True
 
     # `normlab compare --task NAME` with nothing else.
     defaults: ClassVar[Mapping[str, Any]] = {}  # settings; those of its own as "options.steps"

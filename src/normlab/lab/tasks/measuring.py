@@ -22,7 +22,8 @@ __all__ = ["Measure", "Measurement", "described", "headline", "metrics_of", "par
 
 class Measure(NamedTuple):
     """What may be asked of a trained model. ``run`` is called with the model, the context and all arguments. It
-    returns values by the names of ``metrics``, and may return ``pictures`` and a ``curve`` besides.
+    returns values by the names of ``metrics``, and may return ``pictures``, a ``curve`` and ``n``, how many samples it
+    saw. What else is no number, a text or a table, is kept in the record as ``details``.
     """
 
     about: str
@@ -55,6 +56,8 @@ class Measurement:
         found = dict(entry.run(model, ctx, **arguments))
         progress(self.name, 1, 1)
         pictures, more = found.pop("pictures", ()), {k: found.pop(k) for k in ("curve",) if k in found}
+        n = int(found.pop("n", ctx.data.number("test")))
+        details = {k: found.pop(k) for k in [*found] if isinstance(found[k], (str, Mapping, list, tuple))}
         metrics = {k: m for k, m in (entry.metrics or task.metrics).items() if k in found}
         if not metrics:
             known = ", ".join(entry.metrics or task.metrics)
@@ -65,12 +68,13 @@ class Measurement:
             "measurement": self.name,
             "title": title if self.kind == "test" else f"{title}, {self.name}",
             "kind": f"{task.name}:{self.kind}",  # pages draw the kinds of classification in ways of their own
-            "n": ctx.data.number("test"),
+            "n": n,
             "arguments": arguments,
             "seed": ctx.settings.seed,
             "values": {k: float(v) for k, v in found.items()},
             "metrics": described(metrics),
             **more,
+            **({"details": details} if details else {}),
             **({"pictures": [drawn(p) for p in pictures]} if pictures else {}),
             "seconds": round(time.perf_counter() - start, 3),
         }

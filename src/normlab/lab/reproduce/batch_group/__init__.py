@@ -1,8 +1,8 @@
-""" "Batch Group Normalization": batch sizes, numbers of groups, adversarial training, few shots."""
+""" "Batch Group Normalization": batch sizes, numbers of groups, architecture search, adversarial training, few shots."""
 
 from ..base import Entry
-from . import adversarial, few_shot, sizes
+from . import adversarial, few_shot, search, sizes
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *adversarial.ENTRIES, *few_shot.ENTRIES)
+ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *search.ENTRIES, *adversarial.ENTRIES, *few_shot.ENTRIES)

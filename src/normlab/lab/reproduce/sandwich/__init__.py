@@ -1,8 +1,8 @@
-""" "Sandwich Batch Normalization": its adversarial training and its style transfer."""
+""" "Sandwich Batch Normalization": architecture search, adversarial training, style transfer."""
 
 from ..base import Entry
-from . import adversarial, style
+from . import adversarial, search, style
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = adversarial.ENTRIES + style.ENTRIES
+ENTRIES: tuple[Entry, ...] = (*search.ENTRIES, *adversarial.ENTRIES, *style.ENTRIES)

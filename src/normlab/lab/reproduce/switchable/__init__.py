@@ -1,8 +1,8 @@
-""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes and fast stylisation."""
+""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes, ENAS, fast stylisation."""
 
 from ..base import Entry
-from . import sizes, style
+from . import search, sizes, style
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = sizes.ENTRIES + style.ENTRIES
+ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *search.ENTRIES, *style.ENTRIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,8 +27,12 @@ class Classify(Recipe):
     """Cross entropy, with label smoothing if asked."""
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        logits = check_logits(model, model(batch.x), batch.x, ctx.data)  # [B, classes]
-        loss = F.cross_entropy(logits, batch.y, label_smoothing=ctx.settings.label_smoothing)
+        made, smoothing = model(batch.x), ctx.settings.label_smoothing
+        if hasattr(made, "loss"):  # of a network with a second head in training
+            logits, loss = made.main, made.loss(batch.y, smoothing)
+        else:
+            logits = check_logits(model, made, batch.x, ctx.data)  # [B, classes]
+            loss = F.cross_entropy(logits, batch.y, label_smoothing=smoothing)
         return {"loss": loss, "train_accuracy": 100 * (logits.argmax(1) == batch.y).float().mean()}
 
     @torch.no_grad()
@@ -55,11 +61,16 @@ class Classify(Recipe):
         return [Phase("model", model, self.step)]
 
     def start_epoch(self, model: nn.Module, progress: float, ctx: Context) -> bool:
-        """Set the radius of sparse switchable norms. Weights that became one-hot are no longer learned."""
+        """Set what depends on progress: the radius of sparse switchable norms, whose weights are no longer learned once
+        they are one-hot, and what a network's own ``at_progress`` sets.
+        """
         sparse = any(isinstance(m, SparseSwitchNorm) for m in model.modules())
         if sparse:
             set_radius(model, progress)
-        return sparse
+        own: list[Any] = [m for m in model.modules() if hasattr(m, "at_progress")]
+        for module in own:
+            module.at_progress(progress)
+        return sparse or bool(own)
 
 
 def check_conditions(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ from ...errors import LabError
 from ...models.common import Standardize, initialise
 from ...norms import NormSpec, parse_norm
 from .drawing import draw_cell
+from .mixture import weighted_sum
 
 __all__ = ["AUXILIARY_WEIGHT", "DARTS_V1", "DARTS_V2", "SPACE", "Darts", "Genotype", "Network", "Supernet", "drop_path"]
 
@@ -238,9 +239,9 @@ def operation(name: str, channels: int, stride: int, norm: NormSpec, *, normed_p
         return nn.Identity() if stride == 1 else Halving(channels, channels, norm)
     size = int(sizes[0])
     if kind.endswith("pool"):
-        pool = nn.MaxPool2d(size, stride, 1)
-        if kind == "avg_pool":
-            pool = nn.AvgPool2d(size, stride, 1, count_include_pad=False)
+        pool: nn.Module = nn.AvgPool2d(size, stride, 1, count_include_pad=False)
+        if kind == "max_pool":
+            pool = nn.MaxPool2d(size, stride, 1)
         return nn.Sequential(pool, norm.make(channels)) if normed_pools else pool
     if kind == "dil_conv":
         return nn.Sequential(*_convolutions(channels, channels, size, stride, 2, norm))
@@ -303,8 +304,7 @@ class MixedCell(_Ends):
     def mixed(self, edge: int, x: Tensor, weights: Tensor) -> Tensor:
         """The weighed sum of all operations of an edge; ``none`` adds nothing."""
         each: Any = self.edges[edge]
-        terms: list[Tensor] = [w * each[name](x) for w, name in zip(weights[1:], NAMES[1:], strict=True)]
-        return sum(terms[1:], start=terms[0])
+        return weighted_sum(weights[1:], [each[name](x) for name in NAMES[1:]])
 
 
 class Supernet(nn.Module):
@@ -439,13 +439,20 @@ class Network(nn.Module):
         torch.manual_seed(seed)
         initialise(self, "torch")
 
+    most_dropped = 0.2  # by each operation, at the end of training
+
+    def at_progress(self, done: float) -> None:
+        """Raise drop path with the share of training that is done."""
+        self.set_drop_path(self.most_dropped * done)
+
     def set_drop_path(self, p: float) -> None:
         """Leave out each operation for a share ``p`` of the samples in training. The paper raises it linearly with the
         epochs, from 0 towards 0.2: ``net.set_drop_path(0.2 * epoch / epochs)``."""
         if not 0 <= p <= 1:
             raise LabError(f"drop path is a share of 0 to 1; got {p}")
         for cell in self.cells:
-            cell.drop = p  # type: ignore[assignment]
+            assert isinstance(cell, GenotypeCell)
+            cell.drop = p
 
     def forward(self, x: Tensor) -> Tensor | Logits:
         older = last = self.stem(self.standardize(x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ...report.drawing import INK, MUTED, RULE, new, place, svg, wrapped
+from ...report.drawing import INK, MUTED, PAPER, RULE, new, place, svg, wrapped
 from ...report.palette import COLOURS
 
 __all__ = ["curves", "draw_cell"]
@@ -35,14 +35,14 @@ def draw_cell(nodes: Sequence[str], edges: Sequence[tuple[int, int, str]], names
     for number, name in enumerate(nodes):
         x = 50 + _APART * number
         found.append(
-            f'<rect x="{x - 26}" y="{y - 14}" width="52" height="28" rx="8" fill="#fefefd" stroke="{MUTED}"/>'
+            f'<rect x="{x - 26}" y="{y - 14}" width="52" height="28" rx="8" fill="{PAPER}" stroke="{MUTED}"/>'
             f'<text x="{x}" y="{y + 4}" fill="{INK}">{escape(name)}</text>'
         )
     said = "; ".join(f"{nodes[of]} to {nodes[to]}: {name}" for of, to, name in edges) or "no operation"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="sans-serif" font-size="11" text-anchor="middle" role="img" '
-        f'aria-label="{escape(said)}"><rect width="100%" height="100%" fill="#fefefd"/>{"".join(found)}</svg>'
+        f'aria-label="{escape(said)}"><rect width="100%" height="100%" fill="{PAPER}"/>{"".join(found)}</svg>'
     )
 
 
@@ -86,7 +86,11 @@ def curves(
         ax.tick_params(labelsize=8)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         ax.grid(color=RULE)
-    handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
+    handles = {str(h.get_label()): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
     figure.legend(list(handles.values()), list(handles), loc="upper left", ncols=len(handles), fontsize=8.5,
                   frameon=False)  # fmt: skip
-    return svg(figure, alt)
+    # It stands in an img element: there it needs a size, and paper of its own in the dark.
+    width, height = (f"{72 * side:g}" for side in figure.get_size_inches())
+    paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
+    head, body = svg(figure, alt).split(">", 1)
+    return f'{head} width="{width}" height="{height}">{paper}{body}'
