@@ -58,6 +58,37 @@ def test_capv_of_branches_and_of_one_index():
     assert analysis.capv(two_norms(nn.BatchNorm2d)) == []
 
 
+@pytest.mark.parametrize("name", ["ConditionalBatchNorm2d", "SandwichBatchNorm2d"])
+def test_capv_by_depth_of_classes_with_and_without_a_shared_scale(name):
+    """Rows of a generator: every layer with classes by its place among all norm layers, the last plain one in none."""
+    make = getattr(normlab, name)
+    model = nn.Sequential(make(2, 2), nn.ReLU(), nn.BatchNorm2d(2), make(2, 2), normlab.BatchNorm2d(2))
+    tables = torch.tensor([[[1.0, 2.0], [3.0, 5.0]], [[0.0, 1.0], [2.0, 0.0]]])
+    shared = torch.tensor([[2.0, 1.0], [-1.0, 3.0]])
+    with torch.no_grad():
+        for layer, table, scale in zip((model[0], model[3]), tables, shared, strict=True):
+            layer.class_weight.copy_(table)
+            if layer.weight is not None:
+                layer.weight.copy_(scale)
+    rows = analysis.capv(model)
+    assert [(r.layer, r.depth, r.indices) for r in rows] == [("0", 1, 2), ("3", 3, 2)]
+    assert [r.independent for r in rows] == pytest.approx([(4 - 1.5) ** 2 / 4, (1 - 0.5) ** 2 / 4])
+    if name == "SandwichBatchNorm2d":
+        assert [r.effective for r in rows] == pytest.approx([((6 + 5) / 2 - 2) ** 2 / 4, (-1 - 1.5) ** 2 / 4])
+        assert [r.shared for r in rows] == [1.5, 1.0]
+    else:
+        assert [(r.effective, r.shared) for r in rows] == [(r.independent, None) for r in rows]
+
+
+def test_capv_of_a_sandwich_of_branches():
+    layer = normlab.SandwichAuxiliaryBatchNorm2d(2)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([2.0, 4.0]))  # type: ignore[union-attr]
+        layer.branch_weight["aux"].copy_(torch.tensor([1.0, 3.0]))
+    (found,) = analysis.capv(layer)
+    assert (found.effective, found.independent, found.shared) == (4.0, 0.25, 3.0)  # means 3 and 7, 1 and 2
+
+
 @pytest.mark.parametrize("make", [nn.BatchNorm2d, normlab.BatchNorm2d])
 def test_effective_affine_read_and_measured_agree(make):
     model = two_norms(make)

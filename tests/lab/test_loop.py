@@ -446,6 +446,54 @@ def test_averaged_weights_are_averages_with_statistics_of_their_own():
     has_statistics_of_its_weights(model, history, settings, data)
 
 
+@pytest.mark.parametrize("how", ["live", "averaged"])
+@pytest.mark.parametrize("norm", ["batch", "torch"])
+def test_averaged_weights_may_have_live_statistics_or_averaged_ones(how, norm, tmp_path):
+    """Live ones are those of the last step, averaged ones follow the formula of the weights; both resume exactly."""
+
+    class Generates(Classify):
+        averaged_statistics = how
+
+    settings, data = replace(TINY, norm=norm, ema=0.9, epochs=2, augment=False), tiny_data()
+    seen = []
+    trainer_step = loop_module._Trainer._step
+
+    def spy(self, batches):
+        trainer_step(self, batches)
+        seen.append({k: b.detach().clone() for k, b in self.model.named_buffers()})
+
+    model = model_of(settings, data)
+    average = {k: b.detach().clone() for k, b in model.named_buffers()}
+    loop_module._Trainer._step = spy
+    try:
+        fit(model, data, settings, task=Generates())
+    finally:
+        loop_module._Trainer._step = trainer_step
+    for t, live in enumerate(seen):
+        decay = min(0.9, (1 + t) / (10 + t))
+        average = {k: decay * a + (1 - decay) * live[k] for k, a in average.items()}
+    running = [k for k in average if k.endswith(("running_mean", "running_var"))]
+    assert running and len(running) < len(average)
+    for name, buffer in model.named_buffers():
+        expected = average if how == "averaged" and name in running else seen[-1]
+        torch.testing.assert_close(buffer, expected[name], msg=name)
+        if name in running:
+            assert not torch.allclose(average[name], seen[-1][name])
+
+    class Stop(Watcher):
+        def epoch(self, line):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(settings, data, task=Generates(), folder=tmp_path, progress=Stop())
+    resumed = trained(settings, data, task=Generates(), folder=tmp_path)[0]
+    for name, buffer in resumed.named_buffers():
+        assert torch.equal(buffer, dict(model.named_buffers())[name]), name
+    Generates.averaged_statistics = "alive"
+    with pytest.raises(LabError, match=r"averaged_statistics of the task .* is 'alive'; did you mean 'live'"):
+        trained(settings, data, task=Generates())
+
+
 @pytest.mark.parametrize("norm", ["switchable(moving_average=False)", "batch(momentum=None)", "torch(momentum=None)"])
 def test_layers_that_average_all_batches_are_tested_with_statistics_of_the_weights_as_they_are(norm):
     settings, data = replace(TINY, norm=norm, epochs=2, augment=False), tiny_data()

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from .. import importance
 from ..engine.backends import backend
-from ..engine.messages import check_model
+from ..engine.messages import check_model, nearest
 from ..engine.numerics import widest
-from ..model.calibrate import averaging, calibrate, estimate, tracking
+from ..model.calibrate import averaging, calibrate, estimate, running_values, tracking
 from ..model.parameter_groups import clip_gradients
 from .errors import LabError
 from .optimizers import learning_rate
@@ -150,6 +150,9 @@ class _Trainer:
             self.needs[phase.part] = max(phase.repeat, self.needs.get(phase.part, 1))
         for part in self.needs:
             _check_number(ctx, part)
+        if self.task.averaged_statistics not in (known := ("estimated", "live", "averaged")):
+            raise LabError(f"averaged_statistics of the task {self.task.name or type(self.task).__name__} is "
+                           f"{self.task.averaged_statistics!r}; {nearest(self.task.averaged_statistics, known)}")  # fmt: skip
         if not self.task.splits and (settings.accumulate > 1 or self.ranks.world > 1):
             what = f"accumulate = {settings.accumulate}" if settings.accumulate > 1 else "several processes"
             who = self.task.name or type(self.task).__name__
@@ -337,6 +340,9 @@ class _Trainer:
         assert self.state.averaged is not None
         foreach: Any = torch  # torch's optimizers use these operators too: one launch for all parameters
         mine, live = list(self.state.averaged.parameters()), list(self.model.parameters())
+        if self.task.averaged_statistics == "averaged":
+            mine += running_values(self.state.averaged)
+            live += running_values(self.model)
         apart = foreach._foreach_sub(live, mine)
         foreach._foreach_mul_(apart, self.ema_weight)
         foreach._foreach_add_(mine, apart)
@@ -345,13 +351,20 @@ class _Trainer:
         """The averaged model if there is one, with running statistics that describe the weights it has now.
 
         Running statistics follow the live weights. Averaged weights have other activations, and layers that average all
-        batches alike remember old weights. For both, the statistics are estimated again, on training images.
+        batches alike remember old weights. For both, the statistics are estimated again, on training images, unless
+        the task wants averaged weights to have those of the live weights, or their average.
         """
         tested = self.state.tested
         layers = averaging(self.model)
         if self.state.averaged is not None:
+            kept = set(map(id, running_values(tested))) if self.task.averaged_statistics == "averaged" else ()
             for mine, live in zip(tested.buffers(), self.model.buffers(), strict=True):
-                mine.copy_(live)
+                if id(mine) not in kept:
+                    mine.copy_(live)
+            if self.task.averaged_statistics != "estimated":
+                if not self.sync:
+                    self.ranks.average_statistics(tested)
+                return tested
         elif not layers:
             return tested
         part = self.state.phases[0].part

@@ -160,6 +160,15 @@ def tracking(model: nn.Module) -> list[Tracking]:
     ]
 
 
+def running_values(model: nn.Module) -> list[Tensor]:
+    """The running means and variances of a model, as buffers. Counters are left out."""
+    found: list[Tensor] = []
+    for layer in tracking(model):
+        pairs = layer._buffers_of if isinstance(layer, Norm) else [("running_mean", "running_var")]
+        found += [layer.get_buffer(name) for pair in pairs if pair is not None for name in pair]
+    return found
+
+
 def averaging(model: nn.Module) -> list[Tracking]:
     """Layers whose running statistics are the average of all batches, including those of early weights.
 

@@ -20,10 +20,12 @@ class Capv(NamedTuple):
     """Variance over the index (class or branch) of the channel-mean scale of one layer.
 
     ``effective`` is that of the product of all affine terms. ``independent`` leaves the shared term out. ``shared`` is
-    the mean of the shared scale, if there is one.
+    the mean of the shared scale, if there is one. ``depth`` counts the norm layers of the model, as
+    :func:`norm_layers` does.
     """
 
     layer: str
+    depth: int
     indices: int
     effective: float
     independent: float
@@ -43,16 +45,16 @@ def capv(model: nn.Module) -> list[Capv]:
     1.0
     """
     found = []
-    for (name, *_), layer in named(model, lambda m: isinstance(m, Norm)):
-        assert isinstance(layer, Norm)
-        independent = _independent_scales(layer)
-        if independent is None or len(independent) < 2:
+    for depth, ((name, *_), layer) in enumerate(named(model, is_norm), 1):
+        independent = _independent_scales(layer) if isinstance(layer, Norm) else None
+        if not isinstance(layer, Norm) or independent is None or len(independent) < 2:
             continue
         shared = None if layer.weight is None else layer.weight.double()
         product = independent if shared is None else independent * shared
         found.append(
             Capv(
                 name,
+                depth,
                 len(independent),
                 product.mean(1).var(correction=0).item(),
                 independent.mean(1).var(correction=0).item(),

@@ -57,7 +57,7 @@ def describe(model: nn.Module, inputs: Tensor | None = None) -> str:
     if spread := capv(model):
         parts += [
             "CAPV: variance over classes or branches of the channel-mean scale (divided by their number)",
-            table(("layer", "indices", "CAPV", "independent part", "mean shared scale"), spread),
+            table(("layer", "depth", "indices", "CAPV", "independent part", "mean shared scale"), spread),
         ]
     scales = effective_affine(model, inputs)
     if any(s.mean is not None for s in scales):

@@ -198,6 +198,10 @@ class Task:
     # Whether a batch may be cut into parts, for memory (accumulate) or over several processes. An episode may not.
     splits: bool = True
 
+    # The running statistics that averaged weights (ema) are tested and kept with: "estimated" anew on what show() runs,
+    # "live", those of the weights that are trained, or "averaged" step by step as the weights are.
+    averaged_statistics: str = "estimated"
+
     # `normlab compare --task NAME` with nothing else.
     defaults: ClassVar[Mapping[str, Any]] = {}  # settings; those of its own as "options.steps"
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {"norm": ("none", "batch"), "seed": (0, 1)}
