@@ -42,7 +42,8 @@ def lines(
     labels = [line.label for line in found]
     named = direct(labels)
     figure = new(235)
-    axes = place(figure, 38, 40, 12 + (6.5 * max(map(len, labels)) if named else 0), 24)
+    left = 38 if limits else room([c.mean for line in found for c in line.cells if math.isfinite(c.mean)])
+    axes = place(figure, left, 40, 12 + (6.5 * max(map(len, labels)) if named else 0), 24)
     for line in found:
         mean = [c.mean for c in line.cells]
         error = [c.error or 0 for c in line.cells]

@@ -1,0 +1,1 @@
+"""What tasks on images share: features of images, and what a generator's samples are worth."""
