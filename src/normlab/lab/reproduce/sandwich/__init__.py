@@ -1,8 +1,8 @@
-""" "Sandwich Batch Normalization": its adversarial training."""
+""" "Sandwich Batch Normalization": its conditional generation and its adversarial training."""
 
 from ..base import Entry
-from . import adversarial
+from . import adversarial, generation
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = adversarial.ENTRIES
+ENTRIES: tuple[Entry, ...] = (*generation.ENTRIES, *adversarial.ENTRIES)

@@ -67,6 +67,8 @@ class Generation(Task):
         "statistics": Option("live", "running statistics that averaged weights sample with: of the live weights, "
                              "averaged too, or estimated on own samples", STATISTICS),
         "critic_lr": Option(0.0, "learning rate of the critic; 0 for that of the generator", low=0.0),
+        "labels_std": Option(1.0, "deviation of the critic's first label vectors; with a small one it learns classes "
+                             "sooner", low=0.0, above=True),
         "beta2": Option(0.9, "Adam's second beta; the first is 0", low=0.0, high=1.0),
         "checkpoint": Option(False, "keep only the inputs of blocks for the gradient, and compute the rest again"),
         "features": Option("classifier", "what samples are judged by: classifier, inception(weights=PATH), the folder "
@@ -122,6 +124,7 @@ class Generation(Task):
         return Adversaries(*make(
             settings.model, height, like.channels, len(like.classes), settings.norm, latent=own.latent,
             width=settings.width, seed=settings.seed, checkpoint=own.checkpoint,
+            labels_std=own.labels_std,
         ))  # fmt: skip
 
     def check(self, model: nn.Module) -> None:
@@ -215,7 +218,8 @@ class Generation(Task):
         if "judge" not in ctx.state:
             own = self.chosen(ctx.settings)
             home = Path(os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser() / "features"
-            found = features(own.features, ctx.data, cache=home, device=ctx.device)
+            with torch.enable_grad():  # it may train a classifier
+                found = features(own.features, ctx.data, cache=home, device=ctx.device)
             ctx.state["judge"] = Quality(found, ctx.data, own.against, device=ctx.device, cache=home)
         judge: Quality = ctx.state["judge"]
         self.metrics.update({k: m for k, m in judge.metrics.items() if k in _METRICS})
@@ -277,7 +281,7 @@ class Generation(Task):
 
     @torch.no_grad()
     def quality(self, model: Adversaries, ctx: Context, n: int) -> dict[str, Any]:
-        return self._worth(model, ctx, n)
+        return {**self._worth(model, ctx, n), "pictures": self.pictures(model, ctx)}
 
     @torch.no_grad()
     def by_statistics(self, model: Adversaries, ctx: Context, n: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def norm_of(text: str | NormSpec, classes: int) -> tuple[Make, Make]:
         raise LabError(f"the norm {spec.label} takes a style, and a generator of classes has none; take conditional or "
                        "sandwich, or a norm without a condition.")  # fmt: skip
     if "branch" in wants:
-        more["branches"] = tuple(map(str, range(classes)))
+        more["branches"] = tuple(f"class{k}" for k in range(classes))
     filled = replace(spec, options=tuple((more | dict(spec.options)).items()))
     made = filled.make(64)
     for what, number in (("classes", getattr(made, "num_classes", None)), ("branches", len(getattr(made, "branches", None) or ()))):
@@ -288,11 +288,13 @@ NETWORKS: dict[str, Entry] = {
 
 def make(
     name: str, side: int, channels: int, classes: int, norm: str | NormSpec, *, latent: int = 128, width: int = 0,
-    seed: int = 0, checkpoint: bool = False,
+    seed: int = 0, checkpoint: bool = False, labels_std: float = 1.0,
 ) -> tuple[Generator, Critic]:  # fmt: skip
     """A generator and its critic by name. First weights depend on the seed and not on the norm.
 
-    ``width`` is that of the generator, by default the paper's; the critic's follows it.
+    ``width`` is that of the generator, by default the paper's; the critic's follows it. ``labels_std`` is the deviation
+    of the critic's first label vectors. They are divided by their spectral norm, so it scales nothing but how fast they
+    turn: Adam moves a small one sooner.
     """
     if name not in NETWORKS:
         raise LabError(f"there is no generator {name!r}; {nearest(name, NETWORKS)}")
@@ -302,14 +304,14 @@ def make(
         generator, critic = entry.make(side, channels, classes, latent, width, norm_of(spec, classes), checkpoint)
         torch.manual_seed(seed)
         for net in (generator, critic):
-            _initialise(net, entry.init)
+            _initialise(net, entry.init, labels_std)
         if spec.name == "weight":
             generator = convert(generator, "weight")
     return generator, critic
 
 
 @torch.no_grad()
-def _initialise(net: nn.Module, how: str) -> None:
+def _initialise(net: nn.Module, how: str, labels_std: float) -> None:
     """Convolutions by Glorot's uniform weights, linear layers and labels as torch does; or all from N(0, 0.02)."""
     for _, module in walk(net):
         if not isinstance(module, nn.Conv2d | nn.Linear | nn.Embedding):
@@ -317,17 +319,16 @@ def _initialise(net: nn.Module, how: str) -> None:
         divided: Any = getattr(module, "parametrizations", None)
         weight = module.weight if divided is None else divided["weight"].original
         module_bias = getattr(module, "bias", None)
-        if how == "normal":
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(weight, 0.0, 0.02 * labels_std if how == "normal" else labels_std)
+        elif how == "normal":
             nn.init.normal_(weight, 0.0, 0.02)
         elif isinstance(module, nn.Conv2d):
             nn.init.xavier_uniform_(weight)
-        elif isinstance(module, nn.Linear):
-            nn.init.kaiming_uniform_(weight, a=5**0.5)  # torch's own
         else:
-            nn.init.normal_(weight)
+            nn.init.kaiming_uniform_(weight, a=5**0.5)  # torch's own
         if module_bias is not None:
             bound = 0.0 if how == "normal" else weight[0].numel() ** -0.5
             nn.init.uniform_(module_bias, -bound, bound)
         if divided is not None:
-            for _ in range(15):
-                divided["weight"][0].iterate(weight)
+            divided["weight"][0].begin(weight)

@@ -33,6 +33,14 @@ class _Apart(nn.Module):
         """One step of the power iteration, in place: a captured step does it too."""
         self.own._power_method(self.own._reshape_weight_to_matrix(weight.detach()), 1)
 
+    @torch.no_grad()
+    def begin(self, weight: Tensor) -> None:
+        """Start from vectors drawn anew, as when the parametrization was made: its weight is another now."""
+        for vector in (self.own._u, self.own._v):
+            vector.copy_(nn.functional.normalize(nn.init.normal_(vector), dim=0))
+        for _ in range(15):
+            self.iterate(weight)
+
     def train(self, mode: bool = True) -> _Apart:
         return super().train(False)
 
