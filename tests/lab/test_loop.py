@@ -730,6 +730,21 @@ def test_resuming_on_the_gpu_gives_the_numbers_of_a_whole_run(last, tmp_path):
     assert numbers(trained(settings, data, device="cuda", folder=tmp_path)[1]) == numbers(whole)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_statistics_are_averaged_in_captured_steps_too():
+    class Generates(Classify):
+        averaged_statistics = "averaged"
+
+    data, settings = tiny_data(400, side=8), Settings(model="small", epochs=2, batch_size=32, ema=0.9)
+    plain, captured = (
+        trained(replace(settings, capture=capture), data, device="cuda", task=Generates())[0].state_dict()
+        for capture in (False, True)
+    )
+    for name, value in plain.items():
+        torch.testing.assert_close(captured[name], value, msg=name)
+
+
 def test_what_is_trained_on_cuda_is_fused_where_that_changes_nothing():
     """The parameters stay the model's; what behaves otherwise in training is left as it is, and torch's layers too."""
 

@@ -32,6 +32,7 @@ from normlab.lab.images.quality import (
     published_inception_score,
 )
 from normlab.lab.images.statistics import STATISTICS, KeptStatistics, statistics_of, with_statistics
+from normlab.lab.report import depth
 from normlab.lab.report.depth import capv_by_depth, shared_by_depth
 from normlab.lab.tasks import Batch, Source
 
@@ -74,6 +75,12 @@ def test_fid_of_fewer_images_than_features_is_exact():
     shift = normal(200, seed=1)
     assert fid(x, x + shift) == pytest.approx(shift.square().sum().item(), rel=1e-6)
     assert fid(x.float() + 1e3, x.float() + 1e3) < 1e-3
+    # The trace of the root is also the sum of the singular values of the products of all pairs of images.
+    y = normal(300, 200, seed=2)
+    a, b = x - x.mean(0), y - y.mean(0)
+    root = torch.linalg.svdvals(a @ b.T).sum() / math.sqrt(39 * 299)
+    rest = (x.mean(0) - y.mean(0)).square().sum() + a.square().sum() / 39 + b.square().sum() / 299
+    assert fid(x, y) == pytest.approx((rest - 2 * root).item(), rel=1e-11)
 
 
 def test_fid_does_not_depend_on_the_size_of_blocks(monkeypatch):
@@ -157,7 +164,7 @@ def test_neighbours_against_loops(k):
 
 def test_neighbours_of_copies_and_of_far_samples():
     x = normal(50, 3)
-    assert prdc(x, x, 4) == Neighbours(1, 1, pytest.approx(5 / 4), 1)  # each ball has its center and four neighbours
+    assert prdc(x, x, 4) == pytest.approx((1, 1, 5 / 4, 1))  # each ball has its center and four neighbours
     assert prdc(x, x + 100, 4) == Neighbours(0, 0, 0, 0)
     one = x[:1].expand(50, -1)  # a generator that knows one image: precise, and covers what is about it
     found = prdc(x, one, 4)
@@ -215,6 +222,16 @@ def tiny_data(n=60, side=8, channels=1, name="tiny"):
     return Data(name, Images(x[:half], y[:half]), Images(x[half:], y[half:]), ("a", "b", "c"), (0.4,), (0.25,))
 
 
+class Bare(Source):
+    name = "bare"
+
+    def number(self, part):
+        return 40
+
+    def rows(self, part, index, device):
+        return Batch(x=(torch.arange(64).view(1, 1, 8, 8) + index.view(-1, 1, 1, 1)).to(torch.uint8))
+
+
 class Rows(nn.Module):
     """The mean of each row of pixels, and three logits. Counts the images that it sees."""
 
@@ -256,6 +273,20 @@ def test_features_of_a_classifier_are_what_its_last_layer_reads(name):
 def test_a_network_without_a_last_layer_has_no_features():
     with pytest.raises(LabError, match="bare has no linear layer with 10 outputs"):
         classifier(nn.Sequential(nn.Conv2d(3, 10, 1)), "bare", channels=3, classes=10)
+
+    class Unordered(nn.Module):
+        """Its last layer is not the last that is defined."""
+
+        def __init__(self):
+            super().__init__()
+            self.head, self.body = nn.Linear(5, 3), nn.Linear(4, 5)
+
+        def forward(self, x):
+            return self.head(self.body(x.flatten(1)).relu())
+
+    model = Unordered()
+    x = torch.rand(2, 1, 2, 2)
+    assert torch.equal(classifier(model, "own", channels=1, classes=3)(x)[0], model.body(x.flatten(1)).relu().detach())
 
     class Twice(nn.Linear):
         def forward(self, input):
@@ -332,8 +363,10 @@ def test_a_classifier_is_trained_once_and_kept(tmp_path, monkeypatch):
     assert features("classifier(1)", data, cache=tmp_path).digest != first.digest
     own = next(tmp_path.glob("*seed0*"))
     assert features(str(own), data).digest == first.digest, "a run as any other"
-    with pytest.raises(LabError, match=r"labelled images; got Source\. Name the folder of a run"):
-        features("classifier", Source())
+    with pytest.raises(LabError, match=r"labelled images; got Bare\. Name the folder of a run"):
+        features("classifier", Bare())
+    with pytest.raises(LabError, match=r"bare does not say its channels, which the network resnet20 is built for"):
+        features("resnet20(weights=x)", Bare())
 
 
 def test_fixed_settings_of_the_classifier():
@@ -355,6 +388,9 @@ def stand_in(tmp_path_factory):
         patch.setattr(theirs, "load_state_dict_from_url", lambda *_, **__: {})
         patch.setattr(theirs.FeatureExtractorInceptionV3, "load_state_dict", lambda *_: None)
         network = theirs.FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"])
+        for module in network.modules():  # torch's own start would let nothing of the image through
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     path = tmp_path_factory.mktemp("inception") / "stand-in.pth"
     torch.save(network.state_dict(), path)
     return path, network
@@ -367,8 +403,9 @@ def test_inception_computes_what_torch_fidelity_computes(stand_in, tmp_path):
     images = torch.randint(256, (2, 3, 9, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         z, logits = network(images)
-    for x, mine in ((images.float() / 255, found(images.float() / 255)), (images / 255.0 + 1e-3, None)):
-        mine = mine or found(x)
+    assert (z[0] - z[1]).abs().mean() > 0.01
+    for x in (images / 255, images / 255 - 1e-3, images / 255 + 1e-3):  # to the nearest byte
+        mine = found(x)
         torch.testing.assert_close(mine[0], z)
         torch.testing.assert_close(mine[1], logits)
     grey = images[:, :1]
@@ -569,23 +606,31 @@ def test_features_of_real_images_are_kept(tmp_path):
     Quality(f, data, "test", cache=tmp_path).of(replay(data), 30)
     other = rows()
     with torch.no_grad():
-        other.model.weight.add_(1)
+        other.model.weight.add_(1)  # type: ignore[operator]
     Quality(Features("rows", other.model, 8, channels=1), data, cache=tmp_path).of(replay(data), 30)
     changed = replace(data, train=Images(255 - data.train.x, data.train.y))
     assert Quality(f, changed, cache=tmp_path).of(replay(data, 0.1), 60)["fid"] > first["fid"]
     assert len(list(tmp_path.glob("*.safetensors"))) == 4
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_numbers_of_the_gpu_are_those_of_the_cpu():
+    data = tiny_data()
+    changed = replay(data)
+
+    def darker(labels, generator):
+        return (changed(labels, generator) * 0.9).to(labels.device)
+
+    numbers = []
+    for device in ("cpu", "cuda"):
+        changed = replay(data)  # all images once, in whatever order the device draws the labels
+        numbers.append(Quality(rows(), data, device=device, k=3, splits=1).of(darker, 30))
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
+    assert numbers[1].classes == pytest.approx(numbers[0].classes, rel=1e-4)
+
+
 def test_data_without_labels_have_no_fid_within_classes():
-    class Bare(Source):
-        name = "bare"
-
-        def number(self, part):
-            return 40
-
-        def rows(self, part, index, device):
-            return Batch(x=(torch.arange(64).view(1, 1, 8, 8) + index.view(-1, 1, 1, 1)).to(torch.uint8))
-
     seen = []
     quality = Quality(rows(), Bare(), k=3, splits=2)
     found = quality.of(lambda y, g: seen.append(y) or torch.rand(len(y), 1, 8, 8, generator=g), 40)
@@ -650,9 +695,9 @@ def test_kept_statistics_are_in_the_checkpoint():
     network(*arguments(0))
     model["kept"].keep(network)  # type: ignore[operator]
     state = model.state_dict()
-    fresh = nn.ModuleDict({"generator": (other := Generator()), "kept": KeptStatistics(other)})
+    fresh = nn.ModuleDict({"generator": (other := Generator()), "kept": (kept := KeptStatistics(other))})
     fresh.load_state_dict(state)
-    for name, value in fresh["kept"].values().items():  # type: ignore[operator]
+    for name, value in kept.values().items():
         assert torch.equal(value, statistics_of(network)[name]), name
     assert set(statistics_of(network)) == {
         f"{layer}.{b}" for layer in ("norm", "last") for b in ("running_mean", "running_var", "num_batches_tracked")
@@ -688,7 +733,7 @@ def test_statistics_that_are_not_there_are_told_and_an_error_inside_restores():
 # Figures over depth
 
 
-def test_figures_over_depth_show_every_layer_and_model():
+def test_figures_over_depth_show_every_layer_and_model(monkeypatch):
     def rows_of(make):
         net = nn.Sequential(make(4, 3, init_std=0.2), nn.BatchNorm2d(4), make(4, 3, init_std=0.2), make(4, 3))
         return capv(net)
@@ -706,6 +751,15 @@ def test_figures_over_depth_show_every_layer_and_model():
     assert ticks == ["1", "3", "4"], "the second layer has no classes"
     shared = shared_by_depth(found)
     assert ">SaBN<" in shared and "CCBN" not in shared
+    series: dict[str, Any] = {}
+    monkeypatch.setattr(depth, "lines", lambda found, *_, **__: series.update((x.label, x) for x in found) or "")
+    capv_by_depth(found)
+    values = {label: [c.mean for c in line.cells] for label, line in series.items()}
+    assert values["SaBN"] == [r.effective for r in found["SaBN"]] and series["SaBN"].x == [1, 3, 4]
+    assert values["SaBN, own"] == [r.independent for r in found["SaBN"]] != values["SaBN"]
+    assert series["SaBN, own"].look == series["SaBN"].look._replace(dash=1)
+    shared_by_depth(found)
+    assert [c.mean for c in series["SaBN"].cells] == [r.shared for r in found["SaBN"]]
     with pytest.raises(LabError, match="CCBN: no layer has a shared scale"):
         shared_by_depth({"CCBN": found["CCBN"]})
     with pytest.raises(LabError, match="plain: no layer has a scale for each of several classes"):

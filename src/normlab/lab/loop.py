@@ -150,9 +150,9 @@ class _Trainer:
             self.needs[phase.part] = max(phase.repeat, self.needs.get(phase.part, 1))
         for part in self.needs:
             _check_number(ctx, part)
-        if self.task.averaged_statistics not in (known := ("estimated", "live", "averaged")):
-            raise LabError(f"averaged_statistics of the task {self.task.name or type(self.task).__name__} is "
-                           f"{self.task.averaged_statistics!r}; {nearest(self.task.averaged_statistics, known)}")  # fmt: skip
+        if (how := self.task.averaged_statistics) not in (known := ("estimated", "live", "averaged")):
+            raise LabError(f"averaged_statistics of the task {self.task.name or type(self.task).__name__} is {how!r}; "
+                           f"{nearest(how, known)}")  # fmt: skip
         if not self.task.splits and (settings.accumulate > 1 or self.ranks.world > 1):
             what = f"accumulate = {settings.accumulate}" if settings.accumulate > 1 else "several processes"
             who = self.task.name or type(self.task).__name__

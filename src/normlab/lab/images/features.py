@@ -24,6 +24,7 @@ from ..data import Data
 from ..errors import LabError
 from ..settings import Settings, slug
 from ..store import Busy, locked
+from ..tasks import like
 from ..texts import arguments
 from ..watcher import Watcher
 
@@ -256,7 +257,10 @@ def _name(settings: Settings) -> str:
 def _by_name(name: str, given: dict[str, str], data: Source) -> Features:
     from ..models import build
 
-    about: Any = _images(data)
+    about = like(data.about)
+    if lacks := [k for k in ("channels", "size", "classes", "mean", "std") if not hasattr(about, k)]:
+        raise LabError(f"{data.name} does not say its {lacks[0]}, which the network {name} is built for; name the "
+                       "folder of a run instead.")  # fmt: skip
     file = Path(given["weights"])
     options: dict[str, Any] = {k: int(v) if v.isdigit() else v for k, v in given.items() if k != "norm"}
     model = build(name, about, given.get("norm", "batch"), seed=0, **options)
