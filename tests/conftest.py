@@ -30,6 +30,11 @@ SLOW = {
         "test_a_terminal_shows_the_final_table_as_it_grows_and_the_time_left",
         "test_a_full_device_as_output_is_a_sentence",
     ),
+    "lab/test_generation.py": (
+        "test_compared_and_applied_from_the_command_line", "test_two_processes_train_as_one_does",
+        "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
+        "test_reproductions_of_generation_run_and_keep_published_numbers_apart",
+    ),
     "lab/test_loop.py": (
         "test_kill_9_loses_at_most_the_current_epoch", "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
     ),

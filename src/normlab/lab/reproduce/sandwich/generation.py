@@ -1,7 +1,7 @@
 """Table 1 and Figures 2 and 21 to 25: conditional generation with CCBN and with SaBN.
 
-The paper prints neither schedules nor the sizes of BigGAN; those of SNGAN and AutoGAN are of its code, BigGAN's are recalled. Its
-Figure 2 and its Figures 21 and 25 are of 143 classes of ImageNet, which must be brought; Figure 2 is taken on CIFAR-10 here.
+The paper prints neither schedules nor the size of BigGAN. Those of SNGAN and AutoGAN are of its code, BigGAN's are
+recalled. Figures 2, 21 and 25 are of 143 classes of ImageNet, which must be brought; Figure 2 is of CIFAR-10 here.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _case(cells: Cells, model: str, norm: str) -> Case:
 def _note(ctx: Context) -> str:
     if ctx.scale == "full":
         note = (
-            "CIFAR-10, 50,000 steps of the generator, averaged weights, the best of 50 epochs by FID of 10,000 samples, "
-            "50,000 samples for the table. "
+            "CIFAR-10, 50,000 steps of the generator, averaged weights, the best of 50 epochs by FID of 10,000 "
+            "samples, 50,000 samples for the table. "
         )
         return note + (
             "FID and IS on the published Inception weights."
@@ -104,8 +104,8 @@ def _note(ctx: Context) -> str:
             "stand beside nothing that is published; their ratios say which normalizer is ahead."
         )
     return (
-        "Default scale: 600 steps of narrow networks on 4,000 digits of mnist5k, FID and IS on features of a classifier "
-        "of the same digits. What can be compared is the direction, by ratios; --full trains on CIFAR-10."
+        "Default scale: 600 steps of narrow networks on 4,000 digits of mnist5k, FID and IS on features of a "
+        "classifier of the same digits. What can be compared is the direction, by ratios; --full trains on CIFAR-10."
     )
 
 
@@ -228,8 +228,9 @@ def _elsewhere(ctx: Context, data: str) -> dict[str, Any]:
     if not data or ctx.scale != "full":
         return {}
     if ctx.root is None or not (ctx.root / data).is_dir():
-        raise LabError(f"the full scale needs 143 classes of ImageNet, dogs and cats (labels 151 to 293), as folders of "
-                       f"images under {ctx.root or '--root'}/{data}: train/ and val/ with a folder for each.")  # fmt: skip
+        raise LabError("the full scale needs 143 classes of ImageNet, dogs and cats (labels 151 to 293), as folders "
+                       f"of images under {ctx.root or '--root'}/{data}: train/ and val/ with a folder for each."
+                       )  # fmt: skip
     return {
         "data": f"stream:{ctx.root / data}", "size": 128, "batch_size": 16, "epochs": 90,
         "options": {"steps": 5000, "critic_steps": 5, "ratio": 2, "samples": 5000, "features": _features(ctx)},

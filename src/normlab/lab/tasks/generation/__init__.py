@@ -55,7 +55,7 @@ class Generation(Task):
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {"norm": ("conditional", "sandwich"), "seed": (0, 1)}
     measured = ("test", "statistics(n=1000)")
-    options: ClassVar[Mapping[str, Option]] = {
+    options: ClassVar[Mapping[str, Option] | None] = {
         "steps": Option(100, "steps of the generator an epoch", low=1),
         "critic_steps": Option(5, "steps of the critic for each of the generator, each on fresh images", low=1),
         "ratio": Option(2, "generated images of a generator's step for each image of a critic's", low=1),
@@ -83,9 +83,10 @@ class Generation(Task):
     }
 
     def __init__(self) -> None:
-        self.metrics = dict(_METRICS)
+        # Named by their features once these are known.
+        self.metrics: Mapping[str, Metric] = _METRICS  # type: ignore[misc]
         score = {"n": 10_000}
-        self.measurements = {
+        self.measurements = {  # type: ignore[misc]
             "quality": Measure("the metrics of n samples, and FID within classes", self.quality, score,
                                self.metrics | {"intra_fid": Metric("", False, "intra-class FID")}),
             "statistics": Measure("FID of n samples by the running statistics that they are made with",
@@ -129,7 +130,7 @@ class Generation(Task):
 
     def check(self, model: nn.Module) -> None:
         if not isinstance(model, Adversaries):
-            raise LabError(f"the task generation trains a generator and its critic, generation.Adversaries(generator, "
+            raise LabError("the task generation trains a generator and its critic, generation.Adversaries(generator, "
                            f"critic); got {type(model).__name__}.")  # fmt: skip
 
     def unaveraged(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -164,7 +165,7 @@ class Generation(Task):
         return torch.stack(rows, 1).gather(1, mixed).flatten()
 
     def prepare(self, batch: Batch, ctx: Context, generator: torch.Generator) -> Batch:
-        """Adds noise ``z`` and labels ``c`` of generated images: one for the critic, and ``ratio`` for the generator."""
+        """Adds noise ``z`` and labels ``c`` of generated images: one for the critic, ``ratio`` for the generator."""
         own, n, device = self.chosen(ctx.settings), batch.rows, generator.device
         x = batch.x
         if ctx.settings.augment and getattr(ctx.data, "flip", False):  # a generator would learn the edges of crops
@@ -222,7 +223,7 @@ class Generation(Task):
                 found = features(own.features, ctx.data, cache=home, device=ctx.device)
             ctx.state["judge"] = Quality(found, ctx.data, own.against, device=ctx.device, cache=home)
         judge: Quality = ctx.state["judge"]
-        self.metrics.update({k: m for k, m in judge.metrics.items() if k in _METRICS})
+        self.metrics = {k: judge.metrics[k] for k in _METRICS}  # type: ignore[misc]
         return judge
 
     def sampling(self, model: Adversaries, ctx: Context, how: str = "") -> AbstractContextManager[nn.Module]:
@@ -292,8 +293,10 @@ class Generation(Task):
                 draw = drawn(ctx.settings.seed, "pictures", device=ctx.device)
                 classes = range(min(10, len(ctx.data.classes)))
                 rows.append(through_classes(model, classes, 1, self.chosen(ctx.settings).latent, draw))
-        return found | {"pictures": [Picture("The same noise with live, averaged and standing statistics",
-                                             grid(torch.cat(rows), len(rows[0]))[None], [", ".join(STATISTICS)])]}  # fmt: skip
+        images, said = grid(torch.cat(rows), len(rows[0]))[None], [", ".join(STATISTICS)]
+        return found | {
+            "pictures": [Picture("The same noise with live, averaged and standing statistics", images, said)]
+        }
 
     def spread(self, model: Adversaries, ctx: Context) -> dict[str, Any]:
         from ...analysis import capv
@@ -357,8 +360,8 @@ def _try_out(model: Adversaries, latent: int, ctx: Context) -> None:
         raise LabError(f"the generator and the critic cannot be called with {latent} numbers of noise and images of "
                        f"{channels} x {height} x {width}: {type(error).__name__}: {error}") from error  # fmt: skip
     if list(images.shape) != [2, channels, height, width] or scores.shape != (2,):
-        raise LabError(f"a generator returns images [N, {channels}, {height}, {width}] of this data, and a critic scores "
-                       f"[N]; got {list(images.shape)} and {list(scores.shape)} for N = 2.")  # fmt: skip
+        raise LabError(f"a generator returns images [N, {channels}, {height}, {width}] of this data, and a critic "
+                       f"scores [N]; got {list(images.shape)} and {list(scores.shape)} for N = 2.")  # fmt: skip
 
 
 def _class(text: str, names: Sequence[str]) -> int:

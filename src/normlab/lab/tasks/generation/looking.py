@@ -1,4 +1,4 @@
-"""What a person looks at: samples by class, one noise through all classes, the way between two classes, CAPV by depth."""
+"""What a person looks at: samples by class, one noise through all classes, the way between two, CAPV by depth."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def samples(model: Adversaries, classes: Sequence[int], number: int, latent: int
     return torch.cat(made).clamp(0, 1)
 
 
-def through_classes(model: Adversaries, classes: Sequence[int], rows: int, latent: int, draw: torch.Generator) -> Tensor:
+def through_classes(
+    model: Adversaries, classes: Sequence[int], rows: int, latent: int, draw: torch.Generator
+) -> Tensor:
     """The same noise with the label of each class: a row for each noise."""
     z = torch.randn(rows, latent, generator=draw, device=draw.device).repeat_interleave(len(classes), 0)
     labels = torch.tensor(classes, device=draw.device).repeat(rows)

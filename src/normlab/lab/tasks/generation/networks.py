@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def norm_of(text: str | NormSpec, classes: int) -> tuple[Make, Make]:
     spec = spec.with_classes(classes)
     layer = spec.make(64)
     takes = options_of(spec)
-    more = {} if "init_std" not in takes else {"init_std": _INIT_STD}
+    more: dict[str, Any] = {} if "init_std" not in takes else {"init_std": _INIT_STD}
     wants: Iterable[str] = getattr(layer, "wants", ())
     if "style" in wants:
         raise LabError(f"the norm {spec.label} takes a style, and a generator of classes has none; take conditional or "
@@ -61,7 +62,10 @@ def norm_of(text: str | NormSpec, classes: int) -> tuple[Make, Make]:
         more["branches"] = tuple(f"class{k}" for k in range(classes))
     filled = replace(spec, options=tuple((more | dict(spec.options)).items()))
     made = filled.make(64)
-    for what, number in (("classes", getattr(made, "num_classes", None)), ("branches", len(getattr(made, "branches", None) or ()))):
+    for what, number in (
+        ("classes", getattr(made, "num_classes", None)),
+        ("branches", len(getattr(made, "branches", None) or ())),
+    ):
         if number and number < classes:
             raise LabError(f"the norm {spec.label} has {number} {what}, and the data has {classes} classes; leave the "
                            "number out to have one for each.")  # fmt: skip
@@ -72,7 +76,13 @@ def norm_of(text: str | NormSpec, classes: int) -> tuple[Make, Make]:
 def options_of(spec: NormSpec) -> Sequence[str]:
     from ....layers.by_name import options_of as known
 
-    return ["init_std", "branches"] if spec.name == "separated" else known(spec.name, dict(spec.options)) if spec.name in NORMALIZERS else []
+    return (
+        ["init_std", "branches"]
+        if spec.name == "separated"
+        else known(spec.name, dict(spec.options))
+        if spec.name in NORMALIZERS
+        else []
+    )
 
 
 def _made(spec: NormSpec, channels: int) -> nn.Module:
@@ -112,7 +122,7 @@ class Up(nn.Module):
 
 
 class Cell(nn.Module):
-    """A cell of AutoGAN: the features after its first convolution go to the later cells, those of earlier ones come in."""
+    """A cell of AutoGAN: features after its first convolution go to the later cells, those of earlier ones come in."""
 
     def __init__(self, channels: int, norm: Make, mode: str, skips: int, short: bool) -> None:
         super().__init__()
@@ -135,7 +145,7 @@ class Cell(nn.Module):
 
 
 class Generator(nn.Module):
-    """Noise and labels to images in [-1, 1]: a linear layer, blocks that double the side, a last norm without condition.
+    """Noise and labels to images in [-1, 1]: a linear layer, blocks that double the side, a norm without condition.
 
     ``checkpoint`` keeps the inputs of the blocks only, and computes the rest again for the gradient.
     """
@@ -233,12 +243,14 @@ def _bottom(side: int, what: str, ups: int | None = None) -> tuple[int, int]:
     if ups is None:
         ups = next((u for u in range(8, 0, -1) if side % 2**u == 0 and side >> u >= 4), 0)
     if not ups or side % 2**ups or side >> ups < 2:
-        raise LabError(f"{what} doubles the side of its images {ups or 'once or more'} times; images of side {side} cannot be made. Give "
-                       f"--size {max(32, -(-side // 8) * 8)} to have them resized.")  # fmt: skip
+        raise LabError(f"{what} doubles the side of its images {ups or 'once or more'} times; images of side {side} "
+                       f"cannot be made. Give --size {max(32, -(-side // 8) * 8)} to have them resized.")  # fmt: skip
     return ups, side >> ups
 
 
-def _sngan(side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool) -> tuple[Generator, Critic]:
+def _sngan(
+    side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool
+) -> tuple[Generator, Critic]:
     ups, bottom = _bottom(side, "sngan")
     if side >= 64:  # of 128 x 128 pixels, a block fewer for 64
         w = width or 64
@@ -249,10 +261,14 @@ def _sngan(side: int, channels: int, classes: int, latent: int, width: int, norm
         w = width or 256
         widths, seen = [w] * (ups + 1), [max(1, w // 2)] * 4
         ups = 2 if side >= 16 else 1
-    return _generator(widths, bottom, channels, latent, norms, plain, again), Critic(channels, seen, ups, classes, checkpoint=again)
+    return _generator(widths, bottom, channels, latent, norms, plain, again), Critic(
+        channels, seen, ups, classes, checkpoint=again
+    )
 
 
-def _biggan(side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool) -> tuple[Generator, Critic]:
+def _biggan(
+    side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool
+) -> tuple[Generator, Critic]:
     """Recalled: four times 64 channels everywhere, spectral norm in the generator too, a table of scales for each norm
     layer (no shared embedding, no hierarchical noise, no attention), a wide critic.
     """
@@ -262,14 +278,26 @@ def _biggan(side: int, channels: int, classes: int, latent: int, width: int, nor
     return _generator([w] * (ups + 1), bottom, channels, latent, norms, spectral, again), critic
 
 
-def _generator(widths: Sequence[int], bottom: int, channels: int, latent: int, norms: tuple[Make, Make], wrap: Callable[[Any], Any], again: bool) -> Generator:
+def _generator(
+    widths: Sequence[int],
+    bottom: int,
+    channels: int,
+    latent: int,
+    norms: tuple[Make, Make],
+    wrap: Callable[[Any], Any],
+    again: bool,
+) -> Generator:
     norm, last = norms
-    blocks = [Up(a, b, norm, wrap) for a, b in zip(widths, widths[1:], strict=False)]
+    blocks = [Up(a, b, norm, wrap) for a, b in pairwise(widths)]
     dense = wrap(nn.Linear(latent, widths[0] * bottom**2))
-    return Generator(dense, blocks, last(widths[-1]), wrap(nn.Conv2d(widths[-1], channels, 3, padding=1)), bottom, checkpoint=again)
+    return Generator(
+        dense, blocks, last(widths[-1]), wrap(nn.Conv2d(widths[-1], channels, 3, padding=1)), bottom, checkpoint=again
+    )
 
 
-def _autogan(side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool) -> tuple[Generator, Critic]:
+def _autogan(
+    side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool
+) -> tuple[Generator, Critic]:
     _, bottom = _bottom(side, "autogan-top1", 3)
     w, (norm, last) = width or 256, norms
     cells = [Cell(w, norm, "nearest", 0, True), Cell(w, norm, "bilinear", 1, True), Cell(w, norm, "nearest", 2, False)]
@@ -280,7 +308,7 @@ def _autogan(side: int, channels: int, classes: int, latent: int, width: int, no
 
 NETWORKS: dict[str, Entry] = {
     "sngan": Entry("SNGAN: residual blocks, its network for 32 x 32 pixels or, from 64 on, that for 128 x 128", _sngan),
-    "autogan-top1": Entry("AutoGAN's best: three cells with skip connections between them, the critic of SNGAN", _autogan),
+    "autogan-top1": Entry("AutoGAN's best: three cells with skip connections between them, SNGAN's critic", _autogan),
     "biggan": Entry("BigGAN's size for CIFAR-10, recalled: spectral norm in the generator too, a critic twice as wide",
                     _biggan, "normal"),
 }  # fmt: skip
@@ -306,7 +334,7 @@ def make(
         for net in (generator, critic):
             _initialise(net, entry.init, labels_std)
         if spec.name == "weight":
-            generator = convert(generator, "weight")
+            convert(generator, "weight")
     return generator, critic
 
 

@@ -16,8 +16,9 @@ __all__ = ["Adversaries", "unchanged"]
 
 
 class Adversaries(nn.Module):
-    """A generator, called with noise ``[N, latent]`` and labels ``[N]``, and a critic, called with images in [-1, 1] and
-    labels. Both may be yours. The generator returns images in [-1, 1].
+    """A generator, called with noise ``[N, latent]`` and labels ``[N]``, and a critic, called with images and labels.
+
+    Both may be yours. The generator returns images in [-1, 1], and the critic gets such images.
 
     The pair itself returns pixels in [0, 1]. If a generator takes noise alone, its norm layers are given the labels by
     :func:`normlab.route`.

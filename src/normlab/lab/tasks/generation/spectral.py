@@ -1,7 +1,7 @@
 """Spectral norm by torch's parametrization, with its power iteration in one place of a step.
 
 torch's module iterates whenever a weight is read in training. So a block that checkpointing runs again would have
-another weight than in its first run. Here weights are read without iterating, and :func:`iterate` is called once a pass.
+another weight than in its first run. Here weights are read without iterating; :func:`iterate` is called once a pass.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Apart(nn.Module):
 
 
 def spectral(module: M) -> M:
-    """Divide the weight by its largest singular value. The first vectors are of fifteen iterations, as torch does it."""
+    """Divide the weight by its largest singular value. The first vectors are of fifteen iterations, as torch's are."""
     parametrizations.spectral_norm(module)
     weights: Any = module.parametrizations["weight"]  # type: ignore[index]
     weights[0] = _Apart(weights[0])
@@ -57,5 +57,5 @@ def iterate(model: nn.Module) -> None:
     """One power iteration of every weight that :func:`spectral` divides. Others are left to themselves."""
     for module in model.modules():
         if isinstance(module, nn.utils.parametrize.ParametrizationList) and isinstance(module[0], _Apart):
-            original: Any = module.original
-            module[0].iterate(original)
+            apart: Any = module[0]
+            apart.iterate(module.original)
