@@ -175,10 +175,10 @@ def _fig_2(ctx: Context) -> Outcome:
                 spread.setdefault(f"{label}, independent part", []).append((depth, found["independent"]))
                 shared.append((depth, found["shared"]))
     for label, lines in spread.items():
-        for what, part in (("first half", slice(None, 3)), ("second half", slice(3, None))):
-            means = [1000 * sum(y[part]) / len(y[part]) for _, y in lines if y[part]]
-            if means:
-                rows.append(compared(label, f"{what} of layers, x 1000", None, means))
+        for what, later in (("first half", False), ("second half", True)):
+            parts = [y[len(y) // 2 :] if later else y[: len(y) // 2] for _, y in lines]
+            means = [1000 * sum(part) / len(part) for part in parts]
+            rows.append(compared(label, f"{what} of layers, x 1000", None, means))
     drawn = []
     if spread:
         panels = [("CAPV", "layer", "variance over classes", spread),

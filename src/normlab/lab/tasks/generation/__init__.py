@@ -52,6 +52,7 @@ class Generation(Task):
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "sngan", "data": "mnist5k", "norm": "sandwich", "width": 32, "epochs": 5, "batch_size": 32,
         "optimizer": "adam", "lr": 4e-4, "weight_decay": 0.0, "schedule": "constant", "augment": False, "ema": 0.99,
+        "channels_last": True,
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {"norm": ("conditional", "sandwich"), "seed": (0, 1)}
     measured = ("test", "statistics(n=1000)")
@@ -66,6 +67,7 @@ class Generation(Task):
                               ("drawn", "balanced")),
         "statistics": Option("live", "running statistics that averaged weights sample with: of the live weights, "
                              "averaged too, or estimated on own samples", STATISTICS),
+        "critic_width": Option(0, "width of the critic; 0 for one that follows the generator's, as published", low=0),
         "critic_lr": Option(0.0, "learning rate of the critic; 0 for that of the generator", low=0.0),
         "labels_std": Option(1.0, "deviation of the critic's first label vectors; with a small one it learns classes "
                              "sooner", low=0.0, above=True),
@@ -124,7 +126,7 @@ class Generation(Task):
                            "size.")  # fmt: skip
         return Adversaries(*make(
             settings.model, height, like.channels, len(like.classes), settings.norm, latent=own.latent,
-            width=settings.width, seed=settings.seed, checkpoint=own.checkpoint,
+            width=settings.width, critic_width=own.critic_width, seed=settings.seed, checkpoint=own.checkpoint,
             labels_std=own.labels_std,
         ))  # fmt: skip
 

@@ -232,78 +232,81 @@ class Critic(nn.Module):
 # Whole pairs
 
 
+class Plan(NamedTuple):
+    """What networks are made from."""
+
+    side: int
+    channels: int
+    classes: int
+    latent: int
+    width: int  # 0: as published
+    critic_width: int  # 0: follows that of the generator
+    norms: tuple[Make, Make]
+    checkpoint: bool
+
+    def generator(self, widths: Sequence[int], bottom: int, wrap: Callable[[Any], Any]) -> Generator:
+        """Residual blocks from one width to the next."""
+        norm, _ = self.norms
+        return self.around([Up(a, b, norm, wrap) for a, b in pairwise(widths)], widths[0], widths[-1], bottom, wrap)
+
+    def around(
+        self, blocks: Sequence[nn.Module], first: int, last: int, bottom: int, wrap: Callable[[Any], Any]
+    ) -> Generator:
+        """Blocks with the linear layer before them, and the last norm and convolution behind."""
+        dense, to_pixels = nn.Linear(self.latent, first * bottom**2), nn.Conv2d(last, self.channels, 3, padding=1)
+        norm = self.norms[1](last)
+        return Generator(wrap(dense), blocks, norm, wrap(to_pixels), bottom, checkpoint=self.checkpoint)
+
+    def critic(self, widths: Sequence[int], halves: int, **more: Any) -> Critic:
+        return Critic(self.channels, widths, halves, self.classes, checkpoint=self.checkpoint, **more)
+
+    def critic_of_32(self, width: int, **more: Any) -> Critic:
+        """Four blocks, of which two halve the side: that of 32 x 32 pixels."""
+        return self.critic([self.critic_width or width] * 4, 2 if self.side >= 16 else 1, **more)
+
+    def bottom(self, what: str, ups: int | None = None) -> tuple[int, int]:
+        """How often the side is doubled, and from which: from 4 pixels on at most five times, or as a network does."""
+        side = self.side
+        if ups is None:
+            ups = next((u for u in range(5, 0, -1) if side % 2**u == 0 and side >> u >= 4), 0)
+        if not ups or side % 2**ups or side >> ups < 2:
+            raise LabError(f"{what} doubles the side of its images {ups or 'once or more'} times; images of side "
+                           f"{side} cannot be made. Give --size {max(32, -(-side // 8) * 8)} to have them resized."
+                           )  # fmt: skip
+        return ups, side >> ups
+
+
 class Entry(NamedTuple):
     about: str
-    make: Callable[..., tuple[Generator, Critic]]
+    make: Callable[[Plan], tuple[Generator, Critic]]
     init: str = "xavier"
 
 
-def _bottom(side: int, what: str, ups: int | None = None) -> tuple[int, int]:
-    """How often the side is doubled, and from which: from 4 to 7 pixels on, or as often as a network does."""
-    if ups is None:
-        ups = next((u for u in range(8, 0, -1) if side % 2**u == 0 and side >> u >= 4), 0)
-    if not ups or side % 2**ups or side >> ups < 2:
-        raise LabError(f"{what} doubles the side of its images {ups or 'once or more'} times; images of side {side} "
-                       f"cannot be made. Give --size {max(32, -(-side // 8) * 8)} to have them resized.")  # fmt: skip
-    return ups, side >> ups
+def _sngan(plan: Plan) -> tuple[Generator, Critic]:
+    ups, bottom = plan.bottom("sngan")
+    if plan.side < 64:
+        w = plan.width or 256
+        return plan.generator([w] * (ups + 1), bottom, plain), plan.critic_of_32(max(1, w // 2))
+    w = plan.width or 64  # of 128 x 128 pixels, a block fewer for 64
+    widths = [w * k for k in (8, 8, 4, 4, 2, 1)[-ups - 1 :]]
+    seen = [(plan.critic_width or w) * min(2**i, 8) for i in range(ups)]
+    return plan.generator(widths, bottom, plain), plan.critic([*seen, seen[-1]], ups)
 
 
-def _sngan(
-    side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool
-) -> tuple[Generator, Critic]:
-    ups, bottom = _bottom(side, "sngan")
-    if side >= 64:  # of 128 x 128 pixels, a block fewer for 64
-        w = width or 64
-        widths = [w * k for k in (8, 8, 4, 4, 2, 1)[-ups - 1 :]]
-        seen = [w * min(2**i, 8) for i in range(ups)]
-        seen.append(seen[-1])
-    else:
-        w = width or 256
-        widths, seen = [w] * (ups + 1), [max(1, w // 2)] * 4
-        ups = 2 if side >= 16 else 1
-    return _generator(widths, bottom, channels, latent, norms, plain, again), Critic(
-        channels, seen, ups, classes, checkpoint=again
-    )
-
-
-def _biggan(
-    side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool
-) -> tuple[Generator, Critic]:
+def _biggan(plan: Plan) -> tuple[Generator, Critic]:
     """Recalled: four times 64 channels everywhere, spectral norm in the generator too, a table of scales for each norm
     layer (no shared embedding, no hierarchical noise, no attention), a wide critic.
     """
-    ups, bottom = _bottom(side, "biggan")
-    w = width or 256
-    critic = Critic(channels, [w] * 4, 2 if side >= 16 else 1, classes, bias=True, wide=True, checkpoint=again)
-    return _generator([w] * (ups + 1), bottom, channels, latent, norms, spectral, again), critic
+    ups, bottom = plan.bottom("biggan")
+    w = plan.width or 256
+    return plan.generator([w] * (ups + 1), bottom, spectral), plan.critic_of_32(w, bias=True, wide=True)
 
 
-def _generator(
-    widths: Sequence[int],
-    bottom: int,
-    channels: int,
-    latent: int,
-    norms: tuple[Make, Make],
-    wrap: Callable[[Any], Any],
-    again: bool,
-) -> Generator:
-    norm, last = norms
-    blocks = [Up(a, b, norm, wrap) for a, b in pairwise(widths)]
-    dense = wrap(nn.Linear(latent, widths[0] * bottom**2))
-    return Generator(
-        dense, blocks, last(widths[-1]), wrap(nn.Conv2d(widths[-1], channels, 3, padding=1)), bottom, checkpoint=again
-    )
-
-
-def _autogan(
-    side: int, channels: int, classes: int, latent: int, width: int, norms: tuple[Make, Make], again: bool
-) -> tuple[Generator, Critic]:
-    _, bottom = _bottom(side, "autogan-top1", 3)
-    w, (norm, last) = width or 256, norms
+def _autogan(plan: Plan) -> tuple[Generator, Critic]:
+    _, bottom = plan.bottom("autogan-top1", 3)
+    w, (norm, _) = plan.width or 256, plan.norms
     cells = [Cell(w, norm, "nearest", 0, True), Cell(w, norm, "bilinear", 1, True), Cell(w, norm, "nearest", 2, False)]
-    to_pixels = nn.Conv2d(w, channels, 3, padding=1)
-    generator = Generator(nn.Linear(latent, w * bottom**2), cells, last(w), to_pixels, bottom, checkpoint=again)
-    return generator, Critic(channels, [max(1, w // 2)] * 4, 2 if side >= 16 else 1, classes, checkpoint=again)
+    return plan.around(cells, w, w, bottom, plain), plan.critic_of_32(max(1, w // 2))
 
 
 NETWORKS: dict[str, Entry] = {
@@ -316,20 +319,22 @@ NETWORKS: dict[str, Entry] = {
 
 def make(
     name: str, side: int, channels: int, classes: int, norm: str | NormSpec, *, latent: int = 128, width: int = 0,
-    seed: int = 0, checkpoint: bool = False, labels_std: float = 1.0,
+    critic_width: int = 0, seed: int = 0, checkpoint: bool = False, labels_std: float = 1.0,
 ) -> tuple[Generator, Critic]:  # fmt: skip
     """A generator and its critic by name. First weights depend on the seed and not on the norm.
 
-    ``width`` is that of the generator, by default the paper's; the critic's follows it. ``labels_std`` is the deviation
-    of the critic's first label vectors. They are divided by their spectral norm, so it scales nothing but how fast they
-    turn: Adam moves a small one sooner.
+    ``width`` is that of the generator, by default the paper's; the critic's follows it, or is given. ``labels_std`` is
+    the deviation of the critic's first label vectors. They are divided by their spectral norm, so it scales nothing but
+    how fast they turn: Adam moves a small one sooner.
     """
     if name not in NETWORKS:
         raise LabError(f"there is no generator {name!r}; {nearest(name, NETWORKS)}")
     entry, spec = NETWORKS[name], parse_norm(norm)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "norm layers"))
-        generator, critic = entry.make(side, channels, classes, latent, width, norm_of(spec, classes), checkpoint)
+        norms = norm_of(spec, classes)
+        plan = Plan(side, channels, classes, latent, width, critic_width, norms, checkpoint)
+        generator, critic = entry.make(plan)
         torch.manual_seed(seed)
         for net in (generator, critic):
             _initialise(net, entry.init, labels_std)
