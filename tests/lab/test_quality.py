@@ -358,11 +358,21 @@ def test_a_classifier_is_trained_once_and_kept(tmp_path, monkeypatch):
     assert len(told) == 1 and "Training the classifier vgg8w2-tiny-seed0" in told[0] and "2 epochs of 30" in told[0]
     again = features("classifier", data, cache=tmp_path, watch=Tells())
     assert again.digest == first.digest and len(told) == 1
-    assert trained_classifier(data, watch=Tells()).digest == first.digest, "without a folder the same, trained anew"
-    assert len(told) == 2
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            anew = trained_classifier(data, watch=Tells())
+        assert anew.digest == first.digest, "without a folder the same, trained anew"
+    assert len(told) == 3
     assert features("classifier(1)", data, cache=tmp_path).digest != first.digest
-    own = next(tmp_path.glob("*seed0*"))
+    (own,) = tmp_path.glob("*seed0*")
     assert features(str(own), data).digest == first.digest, "a run as any other"
+    monkeypatch.chdir(own.parent)
+    own.rename("classifier")
+    assert features("./classifier", data).digest == first.digest
+    assert features("classifier(1)", data, cache=tmp_path).name.endswith("seed1")
+    changed = replace(data, train=Images(255 - data.train.x, data.train.y))
+    assert features("classifier(1)", changed, cache=tmp_path).digest != features("classifier(1)", data).digest
+    assert len(list(tmp_path.glob("*seed1*"))) == 2, "other images of the same name"
     with pytest.raises(LabError, match=r"labelled images; got Bare\. Name the folder of a run"):
         features("classifier", Bare())
     with pytest.raises(LabError, match=r"bare does not say its channels, which the network resnet20 is built for"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from importlib import import_module
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from ..tasks import Source
 
-__all__ = ["Features", "classifier", "features", "inception", "torchmetrics", "trained_classifier"]
+__all__ = ["Features", "classifier", "content", "features", "inception", "torchmetrics", "trained_classifier"]
 
 # The file of torch-fidelity and of pytorch-fid: TensorFlow's network of 2015-12-05, on which scores are published.
 _URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
@@ -52,7 +53,7 @@ class Features:
         by_torchmetrics: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.model, self.dimension, self.channels = name, model, dimension, channels
-        self.digest = digest or _digest(model)
+        self.digest = digest or _digest(model.state_dict())
         self.published, self.by_torchmetrics = published, by_torchmetrics
 
     def __repr__(self) -> str:
@@ -208,14 +209,14 @@ def features(
 
             - ``inception`` or ``inception(weights=PATH)``: :func:`inception`;
             - ``classifier`` or ``classifier(seed=1)``: :func:`trained_classifier`, trained here on ``data``, once;
-            - the folder of a run of ``normlab train``, or a checkpoint of one;
+            - the folder of a run of ``normlab train``, or a checkpoint of one, ``./classifier`` if it has that name;
             - a network by name with its weights, ``resnet56(weights=PATH, standardize=imagenet)``.
         cache: the folder that classifiers trained here are kept in. Without it they are trained anew.
         download: download the weights of Inception if they are not there.
         watch: is told of a training.
     """
     path = Path(text).expanduser()
-    if path.exists():
+    if path.exists() and text.partition("(")[0].strip() not in ("inception", "classifier"):
         return _of_run(path).to(device)
     name, given = arguments(text)
     if name == "inception":
@@ -290,10 +291,12 @@ def trained_classifier(
 
     images = _images(data)
     settings = _settings(images, seed)
-    model = build(settings.model, images, settings.norm, seed=seed, **settings.model_options())
     watch = watch or Watcher()
-    with ExitStack() as stack:
-        folder = None if cache is None else Path(cache).expanduser() / settings.name
+    # Samples are judged where no gradients are wanted; training wants them.
+    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+        model = build(settings.model, images, settings.norm, seed=seed, **settings.model_options())
+        home = None if cache is None else Path(cache).expanduser()
+        folder = None if home is None else home / f"{settings.name}-{content(data, 'train')[:8]}"
         if folder is not None:
             stack.enter_context(_turn(folder))
         if folder is None or not (folder / "best.safetensors").is_file():
@@ -328,9 +331,16 @@ def _turn(folder: Path) -> Iterator[None]:
             return
 
 
-def _digest(model: nn.Module) -> str:
-    found = sha256()
-    for name, value in sorted(model.state_dict().items()):
+def content(source: Source, part: str) -> str:
+    """A digest of a part of the data, from its name, its size, and some of its samples."""
+    number = source.number(part)
+    some = torch.linspace(0, number - 1, min(64, number)).long()
+    return _digest(source.rows(part, some, torch.device("cpu")), f"{source.name} {part} {number}")
+
+
+def _digest(tensors: Mapping[str, Tensor], what: str = "") -> str:
+    found = sha256(what.encode())
+    for name, value in sorted(tensors.items()):
         found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

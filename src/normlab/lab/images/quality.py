@@ -22,7 +22,7 @@ from ..errors import LabError
 from ..seeds import generator
 from ..store import load_checkpoint, save_checkpoint
 from ..tasks import Metric, Source, pixels
-from .features import Features, torchmetrics
+from .features import Features, content, torchmetrics
 
 __all__ = [
     "IntraFid", "Moments", "Neighbours", "Quality", "Worth", "fid", "frechet", "inception_score", "intra_fid",
@@ -362,7 +362,7 @@ class Quality:
                          "covariance lacks full rank. Compare numbers of as many images only.")  # fmt: skip
         if n // classes <= f.dimension and classes > 1:
             found.append(f"Intra-class FID of {n // classes:,} generated images a class with {f.dimension:,} features "
-                         "is too large, for the same reason.")  # fmt: skip
+                         "is too large: covariances lack full rank.")  # fmt: skip
         if n < self.splits:
             found.append(f"There is no IS of {n} images in {self.splits} parts.")
         if min(real, n) <= self.k:
@@ -377,7 +377,7 @@ class Quality:
     @cached_property
     def real(self) -> tuple[Tensor, Tensor | None]:
         """Features and labels of the real images; the latter None if the data has none."""
-        path = None if self.cache is None else self.cache / f"real-{self._key()}.safetensors"
+        path = None if self.cache is None else self.cache / self._file()
         if path is not None and path.is_file():
             try:
                 kept = load_checkpoint(path, device=self.device)[0]
@@ -395,6 +395,11 @@ class Quality:
             kept = {"features": found} | ({} if known is None else {"labels": known})
             save_checkpoint(path, kept, {"kind": "features", **self.about})
         return found, known
+
+    def _file(self) -> str:
+        """The name of the file of real features: other data, part or weights have another."""
+        key = sha256(f"{self.features.digest} {content(self.source, self.part)}".encode())
+        return f"real-{key.hexdigest()[:20]}.safetensors"
 
     @cached_property
     def _moments(self) -> Moments:
@@ -433,16 +438,6 @@ class Quality:
             raise LabError(f"a sampler returns images in [0, 1]; got values from {low:.3g} to {high:.3g}; of tanh "
                            "it is (x + 1) / 2.")  # fmt: skip
         return torch.cat(features), torch.cat(logits)
-
-    def _key(self) -> str:
-        """Of everything that the real features depend on. Of the images, labels and a sample of the pixels."""
-        number = self.source.number(self.part)
-        some = torch.linspace(0, number - 1, min(64, number)).long()
-        found = sha256(f"{self.features.digest} {self.source.name} {self.part} {number}".encode())
-        for tensor in self.source.rows(self.part, some, torch.device("cpu")).values():
-            found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-            found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:20]
 
 
 def _labels(n: int, classes: int, how: str, draw: torch.Generator) -> Tensor:
