@@ -633,7 +633,9 @@ def test_compared_and_applied_from_the_command_line(tiny, judge, tmp_path, monke
     ]  # fmt: skip
     assert by["test"]["pictures"][0]["shape"] == [1, 1, 10 * 9 - 1, 10 * 9 - 1]
     assert by["test"]["metrics"]["fid"] == {"unit": "", "higher": False, "title": "FID on small-digits-seed0 features"}
-    assert set(by["statistics(n=30)"]["values"]) == {"fid_live", "fid_averaged", "fid_standing"}
+    record = by["statistics(n=30)"]
+    assert set(record["values"]) == {"fid_live", "fid_averaged", "fid_standing"} and record["n"] == 30
+    assert record["metrics"]["fid_live"]["title"] == "FID on small-digits-seed0 features, live statistics"
     assert by["capv"]["values"]["capv"] > 0 and by["quality(n=40)"]["values"]["intra_fid"] > 0
     page = Path("study/report.html").read_text()
     for said in ("Samples, a class in each row", "FID on small-digits-seed0 features", "CAPV by depth"):

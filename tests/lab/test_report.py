@@ -257,7 +257,8 @@ def test_a_winner_leads_every_other_by_two_standard_errors() -> None:
 
 def test_bars_have_room_where_all_are_zero() -> None:
     zero = Column("precision", "", True, {"a": Cell(0.0, None, 1)})
-    assert marking.bounds(zero) == (0.0, 0.04) and marking.bounds(replace(zero, cells={"a": Cell(-1.0, None, 1)}))[1] == 0
+    below = replace(zero, cells={"a": Cell(-1.0, None, 1)})
+    assert marking.bounds(zero) == (0.0, 0.04) and marking.bounds(below)[1] == 0
 
 
 @given(st.data())

@@ -22,7 +22,8 @@ __all__ = ["Measure", "Measurement", "described", "headline", "metrics_of", "par
 
 class Measure(NamedTuple):
     """What may be asked of a trained model. ``run`` is called with the model, the context and all arguments. It
-    returns values by the names of ``metrics``, and may return ``pictures`` and a ``curve`` besides.
+    returns values by the names of ``metrics``, and may return ``pictures`` and a ``curve`` besides. An argument ``n`` is
+    the number of samples.
     """
 
     about: str
@@ -65,7 +66,7 @@ class Measurement:
             "measurement": self.name,
             "title": title if self.kind == "test" else f"{title}, {self.name}",
             "kind": f"{task.name}:{self.kind}",  # pages draw the kinds of classification in ways of their own
-            "n": ctx.data.number("test"),
+            "n": arguments.get("n", ctx.data.number("test")),
             "arguments": arguments,
             "seed": ctx.settings.seed,
             "values": {k: float(v) for k, v in found.items()},

@@ -35,9 +35,9 @@ __all__ = ["NETWORKS", "TASK", "Adversaries", "Critic", "Generation", "Generator
 
 _STANDING = 20  # batches of its own samples that a generator's statistics are estimated from
 _METRICS = {
-    "fid": Metric("", False, "FID"), "is": Metric("", True, "IS"), "precision": Metric("", True, "precision"),
-    "recall": Metric("", True, "recall"), "density": Metric("", True, "density"),
-    "coverage": Metric("", True, "coverage"),
+    "fid": Metric("", False, "FID"), "intra_fid": Metric("", False, "intra-class FID"), "is": Metric("", True, "IS"),
+    "precision": Metric("", True, "precision"), "recall": Metric("", True, "recall"),
+    "density": Metric("", True, "density"), "coverage": Metric("", True, "coverage"),
 }  # fmt: skip
 
 
@@ -50,9 +50,10 @@ class Generation(Task):
     minutes = 5.0
     averaged_statistics = "averaged"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "model": "sngan", "data": "mnist5k", "norm": "sandwich", "width": 32, "epochs": 5, "batch_size": 32,
-        "optimizer": "adam", "lr": 4e-4, "weight_decay": 0.0, "schedule": "constant", "augment": False, "ema": 0.99,
+        "model": "sngan", "data": "mnist5k", "norm": "sandwich", "width": 24, "epochs": 4, "batch_size": 32,
+        "optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "constant", "augment": False, "ema": 0.99,
         "channels_last": True,
+        "options": {"steps": 400, "critic_steps": 1, "ratio": 1, "labels_std": 0.02},
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {"norm": ("conditional", "sandwich"), "seed": (0, 1)}
     measured = ("test", "statistics(n=1000)")
@@ -86,14 +87,12 @@ class Generation(Task):
 
     def __init__(self) -> None:
         # Named by their features once these are known.
+        self._with_statistics = {f"fid_{how}": Metric("", False, f"FID, {how} statistics") for how in STATISTICS}
         self.metrics: Mapping[str, Metric] = _METRICS  # type: ignore[misc]
-        score = {"n": 10_000}
         self.measurements = {  # type: ignore[misc]
-            "quality": Measure("the metrics of n samples, and FID within classes", self.quality, score,
-                               self.metrics | {"intra_fid": Metric("", False, "intra-class FID")}),
+            "quality": Measure("the metrics of n samples", self.quality, {"n": 10_000}),
             "statistics": Measure("FID of n samples by the running statistics that they are made with",
-                                  self.by_statistics, {"n": 2000},
-                                  {f"fid_{how}": Metric("", False, f"FID, {how} statistics") for how in STATISTICS}),
+                                  self.by_statistics, {"n": 2000}, self._with_statistics),
             "capv": Measure("mean over layers of the variance of the classes' scales, and of the shared scale",
                             self.spread, {}, {"capv": Metric("x 1000", True, "CAPV"),
                                               "shared": Metric("", True, "mean shared scale")}),
@@ -221,11 +220,13 @@ class Generation(Task):
         if "judge" not in ctx.state:
             own = self.chosen(ctx.settings)
             home = Path(os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser() / "features"
-            with torch.enable_grad():  # it may train a classifier
-                found = features(own.features, ctx.data, cache=home, device=ctx.device)
+            found = features(own.features, ctx.data, cache=home, device=ctx.device)
             ctx.state["judge"] = Quality(found, ctx.data, own.against, device=ctx.device, cache=home)
         judge: Quality = ctx.state["judge"]
         self.metrics = {k: judge.metrics[k] for k in _METRICS}  # type: ignore[misc]
+        for how in STATISTICS:
+            title = f"{self.metrics['fid'].title}, {how} statistics"
+            self._with_statistics[f"fid_{how}"] = Metric("", False, title)
         return judge
 
     def sampling(self, model: Adversaries, ctx: Context, how: str = "") -> AbstractContextManager[nn.Module]:
@@ -254,7 +255,8 @@ class Generation(Task):
     def _worth(self, model: Adversaries, ctx: Context, n: int, how: str = "") -> dict[str, float]:
         with self.sampling(model, ctx, how):
             latent = self.chosen(ctx.settings).latent
-            return dict(self.judge(ctx).of(model.sampler(latent), n, seed=ctx.settings.seed))
+            found = self.judge(ctx).of(model.sampler(latent), n, seed=ctx.settings.seed)
+        return {k: found[k] for k in _METRICS if k in found}
 
     @torch.no_grad()
     def pictures(self, model: nn.Module, ctx: Context) -> Sequence[Picture]:
