@@ -39,13 +39,14 @@ _INCEPTION = "weights-inception-2015-12-05-6726825d.pth"
 # CIFAR-10: 50,000 steps of the generator in 50 epochs; BigGAN with four critic steps on batches of 50, as recalled.
 _CIFAR = {
     "data": "cifar10", "width": 0, "epochs": 50, "batch_size": 64, "lr": 2e-4, "ema": 0.999, "best": "test",
+    "schedule": "constant",
     "options": {"steps": 1000, "critic_steps": 5, "ratio": 2, "samples": 10_000, "against": "train"},
 }  # fmt: skip
 _BIGGAN = {
     "batch_size": 50, "ema": 0.9999, "options.critic_steps": 4, "options.ratio": 1, "options.beta2": 0.999,
 }  # fmt: skip
 _DIGITS = {
-    "data": "mnist5k", "width": 24, "epochs": 4, "batch_size": 32, "lr": 1e-3, "ema": 0.99, "best": "test",
+    "data": "mnist5k", "width": 24, "epochs": 4, "batch_size": 32, "lr": 1.5e-3, "ema": 0.99, "best": "test",
     "options": {"steps": 300, "critic_steps": 1, "ratio": 1, "labels_std": 0.02},
 }  # fmt: skip
 _TINY = {
