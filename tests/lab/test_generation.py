@@ -27,7 +27,7 @@ from normlab.lab.tasks import Context, pixels, task, task_of
 from normlab.lab.tasks.generation import Adversaries, Critic, Generation, iterate, spectral
 from normlab.lab.tasks.generation import make as make_pair
 from normlab.lab.tasks.generation.looking import between, grid, through_classes
-from normlab.lab.tasks.generation.networks import Down, Up, norm_of
+from normlab.lab.tasks.generation.networks import Down, Up, activated, norm_of
 from normlab.lab.watcher import Watcher
 from processes import filled_once, join, run_ranks
 
@@ -180,6 +180,12 @@ def test_any_normalizer_stands_in_a_generator_and_those_of_classes_see_them(norm
     assert images.shape == (12, 1, 8, 8) and images.abs().max() <= 1
     same = torch.allclose(images[0], images[1], atol=1e-6)
     assert same == (not classes)
+    layer, h = net.eval().blocks[0].norm1, torch.randn(12, 4, 4, 4)  # ReLU may be in the layer, and comes once
+    found = activated(layer, h, y)
+    if isinstance(layer, normlab.layers.Norm):
+        assert layer.act == "relu"
+        layer.act = None
+    torch.testing.assert_close(found, F.relu(layer(h, y) if classes else layer(h)))
 
 
 def test_first_scales_are_drawn_around_one():
@@ -418,8 +424,9 @@ def test_only_the_generator_is_averaged_and_the_critic_is_the_live_one(tiny, mon
 @pytest.mark.parametrize(
     "changes",
     [{}, {"model": "biggan", "norm": "batch", "options.statistics": "standing", "best": "test"},
-     {"ema": 0.0, "norm": "auxiliary", "options.checkpoint": True, "options.critic_lr": 1e-3}],
-    ids=["sngan", "biggan", "without averages"],
+     {"ema": 0.0, "norm": "auxiliary", "options.checkpoint": True, "options.critic_lr": 1e-3},
+     {"precision": "bf16", "accumulate": 2, "options.fake_labels": "balanced", "options.real_labels": "balanced"}],
+    ids=["sngan", "biggan", "without averages", "bf16 in parts"],
 )  # fmt: skip
 def test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one(changes, tiny, tmp_path):
     class Stop(Watcher):
@@ -513,6 +520,18 @@ def test_networks_that_do_not_fit_are_refused_before_training(tiny, tmp_path):
     with pytest.raises(LabError, match=r"trains a generator and its critic, .* got Linear"):
         fit(nn.Linear(2, 2), data, tiny)
     assert not (tmp_path / "none" / "log.jsonl").exists()
+
+
+def test_features_that_are_not_there_are_said_before_training(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for text, said in (
+        ("inception", "the weights of the Inception network are not in .*--download"),
+        ("inceptoin", "there are no features 'inceptoin': expected inception, classifier"),
+    ):
+        settings = tiny.with_(**{"options.features": text})
+        with pytest.raises(LabError, match=said):
+            lab.train(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def rank_settings(folder):

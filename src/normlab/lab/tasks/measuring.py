@@ -22,8 +22,8 @@ __all__ = ["Measure", "Measurement", "described", "headline", "metrics_of", "par
 
 class Measure(NamedTuple):
     """What may be asked of a trained model. ``run`` is called with the model, the context and all arguments. It
-    returns values by the names of ``metrics``, and may return ``pictures`` and a ``curve`` besides. An argument ``n`` is
-    the number of samples.
+    returns values by the names of ``metrics``, and may return ``pictures`` and a ``curve`` besides. An argument ``n``
+    is the number of samples.
     """
 
     about: str

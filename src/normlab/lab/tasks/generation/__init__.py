@@ -110,7 +110,11 @@ class Generation(Task):
         from ...data import load
 
         whole = load(settings.data, root=root, download=download, size=settings.size or None)
-        return whole.subset(settings.train_size or None, settings.test_size or None)
+        data = whole.subset(settings.train_size or None, settings.test_size or None)
+        judge = self.chosen(settings).features
+        if not judge.startswith("classifier"):
+            features(judge, data, download=download)  # raises now, and not after an epoch
+        return data
 
     def check_data(self, data: object, function: str) -> None:
         from ...data import check_data
