@@ -1,5 +1,6 @@
 """Conditional generation: networks, losses, batches, averages, statistics, resume, ranks, commands, pictures."""
 
+import copy
 import json
 import math
 from contextlib import contextmanager
@@ -334,6 +335,26 @@ def test_losses_are_the_hinge_of_real_and_generated_scores():
     torch.testing.assert_close(loss, -(2 * (0.5 * z[:, 0] + c / 10) + c / 5).mean())
     loss.backward()
     assert pair.generator.scale.grad is not None and pair.critic.a.grad is None and pair.critic.a.requires_grad
+
+
+def test_a_step_iterates_once_the_generator_only_in_its_own(tiny):
+    settings = tiny.with_(model="biggan")
+    ctx, chosen = context(settings), chosen_by(settings)
+    pair = build_model(settings, ctx.data).train()
+    expected = copy.deepcopy(pair)
+
+    def vectors(net):
+        return {k: b.clone() for k, b in net.named_buffers() if "parametrizations" in k}
+
+    first = vectors(pair)
+    chosen.criticise(pair, prepared(ctx), ctx)
+    iterate(expected.critic)
+    for name, value in vectors(pair).items():
+        assert torch.equal(value, vectors(expected)[name])
+        assert torch.equal(value, first[name]) == name.startswith("generator")
+    chosen.generate(pair, prepared(ctx), ctx)
+    iterate(expected)
+    assert all(torch.equal(value, vectors(expected)[name]) for name, value in vectors(pair).items())
 
 
 def test_an_epoch_has_as_many_images_as_its_steps_take_each_pass_in_a_new_order():
@@ -717,11 +738,36 @@ def test_reproductions_of_generation_run_and_keep_published_numbers_apart(tmp_pa
     assert own == pytest.approx(by["SNGAN, SaBN", "FID"] / by["SNGAN, CCBN", "FID"])
     logs = {f: f.stat().st_mtime_ns for f in (tmp_path / "out").rglob("log.jsonl")}
     assert len(logs) == 4
-    for name in ("fig2", "fig22", "fig25"):  # of the same trainings
+    for name in ("fig2", "fig22", "fig24", "fig25"):  # of the same trainings
         outcome = reproduce.run(f"sandwich-{name}", tmp_path / "out", scale="smoke")
         assert outcome.comparisons[0].rows and all(f.is_file() for f in outcome.figures) and outcome.figures
     assert {f: f.stat().st_mtime_ns for f in (tmp_path / "out").rglob("log.jsonl")} == logs
     assert json.loads((tmp_path / "out" / "comparison.json").read_text())["name"] == "sandwich-table1"
+
+
+def test_the_full_scale_is_that_of_the_papers_code(tmp_path, monkeypatch):
+    """What --full would train, built as far as shapes go; nothing is trained."""
+    from normlab.lab.reproduce.grid import Cells
+    from normlab.lab.reproduce.sandwich import generation as papers
+
+    asked: dict[str, Any] = {}
+
+    def note(ctx, grid, seeds):
+        asked.update({case.label: grid.settings(case, 0) for case in grid.cases}, seeds=seeds)
+        return Cells(grid, {}, {}, [])
+
+    monkeypatch.setattr(papers, "run_grid", note)
+    monkeypatch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)
+    reproduce.run("sandwich-table1", tmp_path, full=True)
+    assert asked.pop("seeds") == (0, 1, 2) and len(asked) == 6
+    for label, settings in asked.items():
+        own = task_of(settings).chosen(settings)
+        assert (settings.lr, settings.schedule, settings.weight_decay, settings.width) == (2e-4, "constant", 0.0, 0)
+        expected = (4, 50, 1, 0.999, 0.9999) if label.startswith("BigGAN") else (5, 64, 2, 0.9, 0.999)
+        assert (own.critic_steps, settings.batch_size, own.ratio, own.beta2, settings.ema) == expected
+        assert settings.epochs * own.steps == 50_000 and own.labels_std == 1.0 and settings.best == "test"
+        pair = make(settings.model, 32, 3, 10, settings.norm, width=settings.width)
+        assert type(pair[0].blocks[0].norm1).__name__.startswith(settings.norm.title())
 
 
 def test_the_full_scale_of_imagenet_asks_for_its_folders(tmp_path):
