@@ -481,6 +481,28 @@ def test_a_step_is_of_each_option(tiny):
     assert [p.repeat for p in state.phases] == [3, 1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("model", ["sngan", "biggan"])
+@pytest.mark.parametrize("norm", ["conditional", "sandwich", "auxiliary", "batch"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_a_captured_step_has_the_numbers_of_one_that_is_not(model, norm, precision, tiny):
+    notes: list[str] = []
+
+    class Notes(Watcher):
+        def note(self, sentence):
+            notes.append(sentence)
+
+    settings = tiny.with_(model=model, norm=norm, precision=precision, **{"options.steps": 8})
+    seen = [trained(settings.with_(capture=c), device="cuda", progress=Notes()) for c in (True, False)]
+    assert not any("captured" in sentence for sentence in notes), notes
+    (one, first), (other, second) = seen
+    for key in ("critic_loss", "generator_loss", "critic_real_score"):
+        assert first.epochs[-1][key] == pytest.approx(second.epochs[-1][key], rel=1e-4), key
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
+
+
 class Routed(nn.Module):
     """A user's generator that takes noise alone; its norm layer is converted."""
 
