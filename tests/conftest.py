@@ -39,6 +39,11 @@ SLOW = {
         "test_compare_from_pretraining_to_the_page", "test_networks_of_libraries_with_a_file_and_downloaded",
         "test_it_resumes_with_the_same_numbers",
     ),
+    "lab/test_generation.py": (
+        "test_compared_and_applied_from_the_command_line", "test_two_processes_train_as_one_does",
+        "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
+        "test_reproductions_of_generation_run_and_keep_published_numbers_apart",
+    ),
     "lab/test_loop.py": (
         "test_kill_9_loses_at_most_the_current_epoch", "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
     ),

@@ -34,6 +34,7 @@ pytest.importorskip("jinja2")
 from normlab.lab.errors import LabError
 from normlab.lab.measurements import found_values
 from normlab.lab.report import Comparison, ComparisonRow, lines, maps, terminal, write_report
+from normlab.lab.report import marks as marking
 from normlab.lab.report.gather import gather
 from normlab.lab.report.palette import COLOURS
 from normlab.lab.report.view import LEAD, Cell, Column, Gap, Quantity, Verdict, cell, gap
@@ -252,6 +253,12 @@ def test_a_winner_leads_every_other_by_two_standard_errors() -> None:
     assert level.verdict == Verdict(None, ("a", "b"))
     once = Column("accuracy", "%", True, {"a": Cell(50, None, 1), "b": Cell(1, None, 1)})
     assert once.verdict == Verdict(None, ("a",))  # without an error nobody knows
+
+
+def test_bars_have_room_where_all_are_zero() -> None:
+    zero = Column("precision", "", True, {"a": Cell(0.0, None, 1)})
+    below = replace(zero, cells={"a": Cell(-1.0, None, 1)})
+    assert marking.bounds(zero) == (0.0, 0.04) and marking.bounds(below)[1] == 0
 
 
 @given(st.data())

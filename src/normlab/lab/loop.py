@@ -345,6 +345,8 @@ class _Trainer:
         if self.task.averaged_statistics == "averaged":
             mine += running_values(self.state.averaged)
             live += running_values(self.model)
+        pairs = [(a, b) for a, b in zip(mine, live, strict=True) if a is not b]  # some parts may be shared
+        mine, live = [a for a, _ in pairs], [b for _, b in pairs]
         apart = foreach._foreach_sub(live, mine)
         foreach._foreach_mul_(apart, self.ema_weight)
         foreach._foreach_add_(mine, apart)

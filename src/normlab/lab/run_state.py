@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ class RunState:
         self.optimizers = [
             optimizer_for(phase, own, ctx.device) for phase, own in zip(self.phases, self.settings, strict=True)
         ]
-        self.averaged = copy.deepcopy(model).requires_grad_(False) if ctx.settings.ema else None
+        self.averaged = _copied(model, task.unaveraged(model)) if ctx.settings.ema else None
         self.best_score: float | None = None  # None: no epoch had a score yet
         self.best_epoch = 0
         self.best_state: dict[str, Tensor] | None = None
@@ -219,6 +220,16 @@ class RunState:
         if lines:
             write_lines(folder / "log.jsonl", [])  # the state of these epochs was never stored
         return History()
+
+
+def _copied(model: nn.Module, shared: Sequence[nn.Module]) -> nn.Module:
+    """A copy without gradients, but for the parts that both share."""
+    found = copy.deepcopy(model, {id(part): part for part in shared})
+    own = {id(p) for part in shared for p in part.parameters()}
+    for p in found.parameters():
+        if id(p) not in own:
+            p.requires_grad_(False)
+    return found
 
 
 def _better(score: float | None, best: float | None, metric: Metric) -> bool:

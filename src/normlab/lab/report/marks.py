@@ -72,7 +72,7 @@ def bounds(column: Column) -> tuple[float, float]:
     ends = [c.mean + s * (c.error or 0) for _, c in column.ranked() for s in (-1, 1)]
     low, high = min(0.0, *ends), max(0.0, *ends)
     margin = 0.04 * ((high - low) or 1.0)
-    return (low - margin if low < 0 else 0.0), (high + margin if high > 0 else 0.0)
+    return (low - margin if low < 0 else 0.0), (high + margin if high > 0 or low == 0 else 0.0)
 
 
 def shade(pool: str, pools: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Modules of this package that define `TASK`.
-TASKS: tuple[str, ...] = ("classification", "finetune", "few_shot", "style", "search")
+TASKS: tuple[str, ...] = ("classification", "finetune", "few_shot", "generation", "style", "search")
 
 
 class Metric(NamedTuple):
@@ -281,6 +281,10 @@ class Task:
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         return [Phase("model", model, self.step)]
+
+    def unaveraged(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Parts of the model whose averaged weights (ema) nobody wants, such as a critic. They are left as they are."""
+        return ()
 
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         """Scalars by name: ``loss`` is minimised; all are averaged over the epoch's samples and logged."""

@@ -56,7 +56,7 @@ class Measurement:
         found = dict(entry.run(model, ctx, **arguments))
         progress(self.name, 1, 1)
         pictures, more = found.pop("pictures", ()), {k: found.pop(k) for k in ("curve",) if k in found}
-        n = int(found.pop("n", ctx.data.number("test")))
+        n = int(found.pop("n", arguments.get("n", ctx.data.number("test"))))
         details = {k: found.pop(k) for k in [*found] if isinstance(found[k], (str, Mapping, list, tuple))}
         metrics = {k: m for k, m in (entry.metrics or task.metrics).items() if k in found}
         if not metrics:

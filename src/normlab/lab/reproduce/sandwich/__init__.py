@@ -1,8 +1,8 @@
-""" "Sandwich Batch Normalization": architecture search, adversarial training, style transfer."""
+""" "Sandwich Batch Normalization": generation, architecture search, adversarial training, style transfer."""
 
 from ..base import Entry
-from . import adversarial, search, style
+from . import adversarial, generation, search, style
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = (*search.ENTRIES, *adversarial.ENTRIES, *style.ENTRIES)
+ENTRIES: tuple[Entry, ...] = (*generation.ENTRIES, *search.ENTRIES, *adversarial.ENTRIES, *style.ENTRIES)
