@@ -1,4 +1,4 @@
-""" "Batch Group Normalization": batch sizes, numbers of groups, architecture search, adversarial training, few shots."""
+""" "Batch Group Normalization": batch sizes, groups, architecture search, adversarial training, few shots."""
 
 from ..base import Entry
 from . import adversarial, few_shot, search, sizes
