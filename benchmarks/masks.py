@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import normlab
 from _results import cpu, machine, read, write
-from layers import CASES, keep_freed_memory, seconds
+from layers import CASES, build_host, keep_freed_memory, seconds
 
 NAMES = [
     "batch",
@@ -95,12 +94,7 @@ def main() -> None:
     shapes = ON_CUDA if on_cuda else ON_CPU
     shapes = [shapes[i] for i in arguments.shapes] if arguments.shapes else shapes
     here = machine(torch.cuda.get_device_name() if on_cuda else cpu(), arguments.commit)
-    if on_cuda:
-        try:
-            normlab.build_host()
-        except RuntimeError as error:
-            print(error)
-        print(normlab.host_status())
+    build_host("cuda" if on_cuda else "cpu")
     keep_freed_memory()
     torch.manual_seed(0)
     rows = []
