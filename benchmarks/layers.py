@@ -401,6 +401,15 @@ def keep_freed_memory() -> None:
         libc.mallopt(-3, 2**30)
 
 
+def build_host(device: str) -> None:
+    """Wait for the compiled library of a device, and say what runs."""
+    try:
+        normlab.build_host(device)
+    except RuntimeError as error:
+        print(error)
+    print(normlab.host_status(device))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
@@ -408,6 +417,7 @@ def main() -> None:
     parser.add_argument("--only", help="normalizers, separated by commas")
     parser.add_argument("--shapes", type=int, nargs="*", help="indices into the list of shapes")
     arguments = parser.parse_args()
+    build_host("cpu")
     keep_freed_memory()
     torch.manual_seed(0)
     only = set(arguments.only.split(",")) if arguments.only else None

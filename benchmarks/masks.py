@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import normlab
 from _results import cpu, machine, read, write
-from layers import CASES, keep_freed_memory, seconds
+from layers import CASES, build_host, keep_freed_memory, seconds
 
 NAMES = [
     "batch",
@@ -133,8 +132,8 @@ def main() -> None:
             print(built())
             for one in done:
                 one.result()
-    elif on_cuda:
-        print(built())
+    else:
+        print(built("cuda" if on_cuda else "cpu"))
     keep_freed_memory()
     torch.manual_seed(0)
     rows = []
@@ -147,13 +146,13 @@ def main() -> None:
     write([row for row in read(arguments.out) if cell_of(row) not in measured] + rows, arguments.out, {})
 
 
-def built() -> str:
+def built(kind: str = "cuda") -> str:
     """Which host path serves, once it is built."""
     try:
-        normlab.build_host()
+        normlab.build_host(kind)
     except RuntimeError as error:
         print(error)
-    return normlab.host_status()
+    return normlab.host_status(kind)
 
 
 def cell_of(row: dict[str, Any]) -> tuple[str, ...]:

@@ -21,6 +21,10 @@ if not torch.cuda.is_available():  # before the kernels are defined: they then r
 
 # What `make quick` leaves out: files, and single tests, that take most of the time of the suite.
 SLOW = {
+    "cpu/test_native.py": (
+        "test_torch_operators_compute_every_normalizer", "test_a_process_stays_with_what_it_decided",
+        "test_settling_waits_for_the_build", "test_a_build_that_was_killed_is_begun_again",
+    ),
     "gpu/test_host.py": (),  # empty: the whole file
     "gpu/test_kernels.py": (),
     "gpu/test_kernels_compile.py": (),
@@ -87,6 +91,13 @@ SLOW = {
     "statistics/test_registry.py": ("test_the_worked_example_passes_the_checks_of_the_suite",),
     "test_docs.py": ("test_docs_build_without_a_warning", "test_examples_run"),
 }  # fmt: skip
+
+
+def pytest_sessionstart() -> None:
+    """Wait for the library of passes, if it can be built: which way a process takes changes the last bits."""
+    from normlab.cpu import native  # not before TRITON_INTERPRET is set
+
+    native.settle()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

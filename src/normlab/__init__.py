@@ -12,8 +12,8 @@ from . import _start, layers
 from .engine.backends import backend
 from .engine.contract import Coefficients, Moments, StyleMoments
 from .engine.normalize import normalize
-from .gpu.host.library import build_host, host_status
 from .layers import *
+from .layers.compiled import build_host, host_status
 from .model.calibrate import calibrate
 from .model.convert import convert, undo
 from .model.draw import draw

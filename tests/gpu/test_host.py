@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import normlab
-from normlab.gpu.host import build, describe, library
+from normlab.engine import build
+from normlab.gpu.host import describe, library
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -36,7 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    if (missing := library._cannot_build()) is not None:
+    if (missing := library.BUILT.missing()) is not None:
         pytest.skip(f"the compiled host path cannot be built here: {missing}")
     library.build_host()
 
@@ -607,9 +608,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """Nothing built yet, and whatever is built lies in a folder of its own."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(library, "_state", library._State())
-    library._folder.cache_clear()
     yield tmp_path
-    library._folder.cache_clear()
+    library.BUILT.process = None
 
 
 def compiler(at: Path, script: str) -> str:
@@ -624,10 +624,10 @@ def test_a_failed_build_is_remembered_with_its_reason(elsewhere: Path, monkeypat
     )
     with pytest.raises(RuntimeError, match="no such header"):
         normlab.build_host()
-    assert "no such header" in (library._folder() / build.FAILED).read_text()
+    assert "no such header" in library.BUILT.path.with_name(build.FAILED).read_text()
     assert "its build failed" in normlab.host_status()
     assert library.extension_for(0) is None  # and does not try again
-    assert library._start_build("background").wait() == 0
+    assert library.BUILT.start("background").wait() == 0
     assert (elsewhere / "runs").read_text() == "again\n"
 
 
@@ -647,9 +647,9 @@ def test_layers_on_a_gpu_build_in_the_background(elsewhere: Path, monkeypatch: p
     monkeypatch.setattr(library, "_POLL", 0.0)
     assert library.extension_for(0) is None
     assert "being built" in normlab.host_status()
-    others = [library._start_build("background") for _ in range(2)]
-    assert library.extension_for(0) is None and not (library._folder() / build.LIBRARY).exists()
-    process = library._state.process
+    others = [library.BUILT.start("background") for _ in range(2)]
+    assert library.extension_for(0) is None and not library.BUILT.path.exists()
+    process = library.BUILT.process
     assert process is not None
     (elsewhere / "go").touch()
     assert [p.wait() for p in (process, *others)] == [0, 0, 0]
@@ -661,7 +661,7 @@ def test_asked_for_while_it_builds_in_the_background(elsewhere: Path, monkeypatc
     write = f'sleep 0.5; for last; do :; done; echo no library > "$last"; echo once >> {elsewhere}/runs'
     monkeypatch.setenv("CXX", compiler(elsewhere / "slow", write))
     assert library.extension_for(0) is None
-    process = library._state.process
+    process = library.BUILT.process
     assert process is not None
     path = normlab.build_host()
     assert path.exists() and process.returncode == 0  # not left behind as a process nobody waits for

@@ -1,4 +1,4 @@
-"""The passes over ``x`` in torch operators, outside autograd.
+"""The passes over ``x`` in torch operators, outside autograd: where :mod:`.native` does not serve.
 
 They compute the same as the plain expressions of :mod:`normlab.engine.expression`. On the CPU they call whichever
 operator of torch is fastest for the job, also where it was made for another. Milliseconds on two cores, 16x64x56x56

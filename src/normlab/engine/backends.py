@@ -1,7 +1,8 @@
 """Which back end runs the passes, and which host path launches the kernels. Both are chosen here and nowhere else.
 
-On CUDA tensors the Triton kernels run, if Triton is installed; otherwise torch operators run.
-``NORMLAB_BACKEND=torch`` or ``triton`` and :func:`backend` force either. On the CPU, ``triton`` needs Triton's
+On CUDA tensors the Triton kernels run, if Triton is installed. On the CPU the compiled passes run, if they are built
+(:mod:`normlab.cpu.native`). Otherwise torch operators run. ``NORMLAB_BACKEND=torch`` or ``triton`` and :func:`backend`
+force torch operators or kernels. On the CPU, ``triton`` needs Triton's
 interpreter (``TRITON_INTERPRET=1``); tests run the kernels that way without a GPU.
 
 By default a small input takes one launch a direction. The programs of that launch wait for each other, and the host has
@@ -58,7 +59,8 @@ def backend(name: str | None = None, *, host: str | None = None, launches: str |
     Arguments left out keep the outer scope's value.
 
     Args:
-        name: ``"torch"`` operators, ``"triton"`` kernels, or ``"auto"``: by the device of the input.
+        name: ``"torch"`` operators, ``"triton"`` kernels, or ``"auto"``: by the device of the input, and on the CPU
+            the compiled passes.
         host: what launches the kernels. ``"python"``; ``"compiled"``, which builds the extension if there is none yet
             and raises where that fails; or ``"auto"``: compiled on CUDA as soon as the extension is built.
         launches: whether a small input takes ``"one"`` launch a direction or ``"several"``. Several are faster in a
@@ -95,6 +97,11 @@ def choice_is_lost(choice: _Choice | None) -> bool:
 def triton_is_forced() -> bool:
     """Whether the kernels were asked for by name."""
     return (_choice.get().name or _name_from_environment()) == "triton"
+
+
+def torch_is_forced() -> bool:
+    """Whether torch operators were asked for by name."""
+    return (_choice.get().name or _name_from_environment()) == "torch"
 
 
 def chosen_host() -> str:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import importance
+from ..cpu.native import settle
 from ..engine.backends import backend
 from ..engine.messages import check_model, nearest
 from ..engine.numerics import widest
@@ -84,6 +85,8 @@ def fit(
     task = task or task_of(settings)
     task.check_data(data, "fit")
     device = torch.device(device)
+    if device.type == "cpu":
+        settle()
     folder = None if folder is None else Path(folder)
     watch = progress if progress and ranks.first else Watcher()
     data = data.to(device)

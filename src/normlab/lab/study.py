@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..cpu.native import settle
 from ..engine.messages import words
 from .errors import LabError
 from .grid import DEFAULT, Study, default_folder, make_study, measurements_of, names_of
@@ -292,6 +293,8 @@ def pick_device(name: torch.device | str | None = None) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:
         raise LabError(f"device {str(name)!r} cannot be used here ({str(error).splitlines()[0]}); "
                        "expected cpu, or cuda where there is a GPU.") from None  # fmt: skip
+    if device.type == "cpu":
+        settle()
     return device
 
 
