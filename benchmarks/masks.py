@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import normlab
 from _results import cpu, machine, read, write
-from layers import CASES, build_host, keep_freed_memory, seconds
+from layers import CASES, keep_freed_memory, seconds
 
 NAMES = [
     "batch",
