@@ -28,7 +28,9 @@ TABLE_6 = published(
 def _table_6(ctx: Context) -> Outcome:
     small = {"data": "letters", "width": 8, "epochs": 5, "batch_size": 64}
     tiny = {**small, "epochs": 1, "train_size": 264, "width": 2}
-    paper = {"width": 64, "epochs": 60, "batch_size": 256, "precision": "bf16", "channels_last": True}
+    paper = {
+        "width": 64, "epochs": 60, "batch_size": 256, "lr": 0.1, "precision": "bf16", "channels_last": True
+    }  # fmt: skip
     own = {"data": f"folder:{ctx.images}", "size": 84} if ctx.images else {"data": "omniglot", "size": 28}
     base = settings_for(ctx, task="few_shot", **ctx.pick(default=small, full=paper | own, smoke=tiny))
     groups = ctx.pick(default=32, full=512, smoke=4)

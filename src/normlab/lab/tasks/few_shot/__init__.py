@@ -66,7 +66,7 @@ class FewShot(Task):
     samples = "images"
     minutes = 5.0
     defaults: ClassVar[Mapping[str, Any]] = {
-        "model": "resnet12", "data": "letters", "width": 8, "epochs": 5, "batch_size": 64, "lr": 0.1, "nesterov": True,
+        "model": "resnet12", "data": "letters", "width": 8, "epochs": 5, "batch_size": 64, "lr": 0.05, "nesterov": True,
         "weight_decay": 5e-4,
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {
