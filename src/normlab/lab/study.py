@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +31,7 @@ from .seeds import generator
 from .settings import Settings
 from .store import append_line, clear_partial, load_checkpoint, locked, read_records, write_atomic
 from .tasks import TASKS, Context, Source, like, task_of
+from .tasks import task as task_by_name
 from .torchrun import led, together
 from .watcher import Watcher
 from .workers import Crew, crew_for, run_jobs
@@ -238,15 +238,15 @@ def _network_of(settings: Settings, meta: dict[str, Any], values: int, path: Pat
     Every layer has values, and every unit of its width has some. So a number that is larger than the file's is none
     of a network's, and what is built must not need much more than the file has.
     """
-    # The initial weights are not needed.
-    options = tuple((k, v) for k, v in settings.options if k != "weights")
-    sizes = {"depth": settings.depth, "width": settings.width} | dict(options)
+    of_task = task_by_name(settings.task).options or {}  # those are no sizes of the network
+    sizes = {"depth": settings.depth, "width": settings.width}
+    sizes |= {k: v for k, v in settings.options if k not in of_task}
     if wrong := [f"{k} = {v}" for k, v in sizes.items() if isinstance(v, int) and not -values <= v <= values]:
         raise LabError(f"{path} describes a network with {wrong[0]} and holds {values:,} values. "
                        "The file was damaged or changed.")  # fmt: skip
     try:
         with allocating(2 * values + (1 << 20)):
-            return build_model(replace(settings, options=options), SimpleNamespace(**meta["data"]))
+            return build_model(settings, SimpleNamespace(**meta["data"]), again=True)
     except MemoryError:
         raise
     except Exception as error:  # whatever a network makes of options that nobody gave it
@@ -266,12 +266,13 @@ def task_in(checkpoint: str | Path) -> str:
     return found if isinstance(found, str) else Settings.task
 
 
-def build_model(settings: Settings, data_like: Any) -> Any:
-    """The network that the settings name, with its initial weights."""
+def build_model(settings: Settings, data_like: Any, *, again: bool = False) -> Any:
+    """The network that the settings name, with its initial weights; ``again``: without those of files."""
     about = like(data_like.about) if isinstance(data_like, Source) else data_like
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        return task_of(settings).build(settings, about)
+        task = task_of(settings)
+        return (task.rebuild if again else task.build)(settings, about)
 
 
 def load_data(settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Any:
@@ -357,7 +358,9 @@ def measured(
 
 def data_key(settings: Settings) -> tuple[Any, ...]:
     """The settings that :func:`load_data` reads."""
-    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size
+    task = task_of(settings)
+    own = (getattr(task.chosen(settings), name) for name in task.loads) if task.loads else ()
+    return settings.task, settings.data, settings.size, settings.train_size, settings.test_size, *own
 
 
 def _checked_data(

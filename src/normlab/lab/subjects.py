@@ -22,7 +22,7 @@ from .texts import number
 if TYPE_CHECKING:
     from .data import Data
 
-__all__ = ["own_module", "subject"]
+__all__ = ["own_module", "read_weights", "subject"]
 
 
 def subject(
@@ -93,7 +93,7 @@ def own_module(where: str, weights: Path | None, mean: str | None, std: str | No
     if not isinstance(net, nn.Module):
         raise LabError(f"--module {where} gave a {type(net).__name__}; expected a torch.nn.Module.")
     if weights is not None:
-        load_weights(net, _any_weights(weights), weights)
+        load_weights(net, read_weights(weights), weights)
     if (mean is None) != (std is None):
         raise LabError("--mean and --std belong together; give both or neither.")
     shift, scale = (_numbers("--mean", mean), _numbers("--std", std)) if mean and std else ([0.0], [1.0])
@@ -111,7 +111,7 @@ def _told(error: Exception) -> str:
     return said if here else f"{said} ({last.filename}, line {last.lineno})"
 
 
-def _any_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """A state dict from safetensors, or from torch's own format read without running code."""
     path = path / "best.safetensors" if path.is_dir() else path
     if path.suffix not in (".pt", ".pth"):

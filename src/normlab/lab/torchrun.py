@@ -112,8 +112,7 @@ def follow(ranks: Ranks) -> None:
             data = _given(ranks)
         assert data is not None
         # Weights come from the first rank, and files that they were read from may be on its machine alone.
-        options = tuple((k, v) for k, v in job.settings.options if k != "weights")
-        model = build_model(replace(job.settings, options=options), data)
+        model = build_model(job.settings, data, again=True)
         fit(model, data, job.settings, device=ranks.place(job.device), ranks=ranks)
 
 

@@ -21,13 +21,13 @@ from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
 from ..store import Busy, locked, read_log, read_records
+from ..tasks import task_of
 from ..watcher import Watcher
 from .base import Context, compared, recalled, remember
 from .figures import Value
 
 if TYPE_CHECKING:
     from ..data import Data
-    from ..models import Classifier
     from ..study import Results, Run
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Column:
-    """A value of each run: a measurement, as a text for :func:`normlab.lab.evaluate.parse`, and its name there."""
+    """A value of each run: a measurement, as a text that the task of the grid reads, and its name there."""
 
     title: str
     measurement: str
@@ -70,7 +70,7 @@ def settings_for(ctx: Context, **values: Any) -> Settings:
     With another number of epochs, milestones and warm-up move in proportion; a warm-up keeps at least one epoch.
     """
     capture = ctx.place.startswith("cuda") if ctx.capture is None else ctx.capture
-    usual = Settings(**{"capture": capture, **values})
+    usual = Settings.of(values.pop("task", "classification"), **{"capture": capture, **values})
     if ctx.epochs is None or ctx.epochs == usual.epochs:
         return usual
     share = ctx.epochs / usual.epochs
@@ -93,9 +93,7 @@ class Cells:
 
     def values(self, case: Case, column: Column) -> dict[int, float]:
         """The column's value by seed."""
-        from ..evaluate import parse as parse_measurement
-
-        name = parse_measurement(column.measurement).name
+        name = task_of(self.grid.base).measurement(column.measurement).name
         found = {}
         for run in self.of(case):
             own = [r for r in run.records if r["measurement"] == name] if not column.data else []
@@ -230,10 +228,8 @@ class _Open(NamedTuple):
 
 
 def _open(home: Path, settings: Settings, columns: Sequence[Column]) -> _Open:
-    from ..evaluate import parse as parse_measurement
-
     done = {r["measurement"] for r in read_records(home) if r["digest"] == settings.digest()}
-    names = dict.fromkeys(parse_measurement(c.measurement).name for c in columns if not c.data)
+    names = dict.fromkeys(task_of(settings).measurement(c.measurement).name for c in columns if not c.data)
     own = [name for name in names if name not in done]
     others = [c for c in columns if c.data and recalled(*_key(home, settings.name, c)) is None]
     elsewhere = [f"{c.measurement} on {c.data}" for c in others]
@@ -262,7 +258,7 @@ def _without_weights(homes: Sequence[Path], asked: Iterable[str] = ()) -> LabErr
                     )  # fmt: skip
 
 
-def kept_model(run: Run, device: str = "cpu") -> Classifier:
+def kept_model(run: Run, device: str = "cpu") -> Any:
     """The network of a finished run with its kept weights. Raises if they are missing."""
     from ..study import load_model
 

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Modules of this package that define `TASK`.
-TASKS: tuple[str, ...] = ("classification",)
+TASKS: tuple[str, ...] = ("classification", "adaptation")
 
 
 class Metric(NamedTuple):
@@ -206,6 +206,8 @@ class Task:
     # Settings of its own: `--steps 5`, compare(task=..., steps=[1, 5]). None: --options takes anything.
     options: ClassVar[Mapping[str, Option] | None] = None
 
+    loads: ClassVar[tuple[str, ...]] = ()  # those of its options that load() reads
+
     metrics: ClassVar[Mapping[str, Metric]] = {}  # what evaluate() returns; the first chooses the best epoch
     measurements: ClassVar[Mapping[str, Measure]] = {}  # besides "test"
     applies: ClassVar[Mapping[str, str]] = {}  # options of `normlab apply`, and what they mean
@@ -241,6 +243,11 @@ class Task:
     def build(self, settings: Settings, like: Any) -> nn.Module:
         """The network that the settings name, with its first weights. ``like`` has what :attr:`Source.about` says."""
         raise NotImplementedError
+
+    def rebuild(self, settings: Settings, like: Any) -> nn.Module:
+        """:meth:`build` for weights that are loaded afterwards: it reads no file of weights."""
+        options = tuple((k, v) for k, v in settings.options if k != "weights")
+        return self.build(settings.with_(options=options), like)
 
     def check(self, model: nn.Module) -> None:
         """Raise if the model does not fit. Called before anything is written or trained."""
