@@ -62,7 +62,7 @@ class Adaptation(Task):
     minutes = 3.0
     splits = False  # statistics, and the classes of a batch, are those of the whole batch
     defaults: ClassVar[Mapping[str, Any]] = {
-        "data": SETS, "model": "small", "norm": "batch", "epochs": 8, "batch_size": 60, "lr": 0.02,
+        "data": SETS, "model": "small", "norm": "batch", "epochs": 10, "batch_size": 60, "lr": 0.02,
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {
         "norm": ("batch",), "options.method": _METHODS, "seed": (0, 1)
@@ -164,7 +164,10 @@ class Adaptation(Task):
         if own.method != "can" or epoch < own.source_epochs:
             return again
         if epoch == own.source_epochs:
-            _begin(model, ctx)
+            _remember(model, ctx)
+            _share_affine(model)
+        # Those of the steps follow the weights with a delay, which would change the clusters.
+        _estimate(model, ctx, *BRANCHES)
         centres, target = _centres(model, ctx), _outputs(model, ctx, "target")
         found = spherical_kmeans(target.features, centres, own.tolerance)
         labels = kept(found, own.threshold, own.least)
@@ -220,7 +223,7 @@ class Adaptation(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, float]:
         if self.chosen(ctx.settings).method == "adabn":
-            _remember(model, ctx, "source")
+            _remember(model, ctx)
             _estimate(model, ctx, "target")
         target, source = _outputs(model, ctx, "test"), _outputs(model, ctx, "source_test")
         few = [Outputs(*(t[_spread(len(o.labels), _PAIRS)] for t in o)) for o in (source, target)]
@@ -261,8 +264,8 @@ def class_aware(
     """Numbers of source and target samples, ``[batches * size, 2]``: a batch has ``few`` classes, each as often.
 
     Both samples of a row have one class; that of the target is -1 where it is left out. Where fewer classes are left,
-    each is there more often. A class shows each of its samples once before any twice. If none is left, the numbers are
-    -1 for the source and any for the target.
+    each is there more often. Samples of a class come in random order, again and again, and none twice in a batch if
+    there are enough. If no class is left, the numbers are -1 for the source and any for the target.
     """
     device = generator.device
     there = [c for c in range(classes) if bool((of_target == c).any()) and bool((of_source == c).any())]
@@ -277,15 +280,15 @@ def class_aware(
         rows = (row_class == c).nonzero().flatten()
         for k, labels in enumerate((of_source, of_target)):
             members = (labels == c).nonzero().flatten()
-            found[rows, k] = members[_repeated(len(members), len(rows), generator)]
+            found[rows, k] = members[_repeated(len(members), len(rows), generator, size // few)]
     return found
 
 
-def _repeated(n: int, wanted: int, generator: torch.Generator) -> Tensor:
-    """``wanted`` numbers below ``n``: all in random order, again and again."""
-    times = range(-(-wanted // n))
-    device = generator.device
-    parts = [torch.randperm(n, generator=generator, device=device) for _ in times]
+def _repeated(n: int, wanted: int, generator: torch.Generator, together: int = 1) -> Tensor:
+    """``wanted`` numbers below ``n``: in random order, again and again. So many ``together`` differ if they can."""
+    whole = n - n % together or n
+    times, device = range(-(-wanted // whole)), generator.device
+    parts = [torch.randperm(n, generator=generator, device=device)[:whole] for _ in times]
     return torch.cat(parts)[:wanted] if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
@@ -329,42 +332,44 @@ def _centres(model: nn.Module, ctx: Context) -> Tensor:
     return found
 
 
-def _estimate(model: nn.Module, ctx: Context, domain: str) -> None:
-    """Set running statistics of the domain's branch to those of its training images under the present weights."""
-    n = ctx.data.number(domain)
-    draw = generator(ctx.settings.seed, "statistics", domain)
-    some = torch.randperm(n, generator=draw)[: _ESTIMATED * _AT_ONCE]
-    # One image has no statistics.
-    blocks = [b for b in some.split(_AT_ONCE) if len(b) > 1 or n == 1]
+def _estimate(model: nn.Module, ctx: Context, *domains: str) -> None:
+    """Set running statistics to those of the domains' training images under the present weights.
 
-    def run(model: nn.Module, batch: Batch) -> None:
-        with _of(model, domain):
-            model.features(pixels(batch).x)  # type: ignore[operator]
+    With branches each domain has its own. Without, a batch has images of all, as in training.
+    """
+    layers, apart = tracking(model), bool(branches_of(model))
+    for group in ([(d,) for d in domains] if apart else [domains]) if layers else []:
+        n = max(ctx.data.number(d) for d in group)
+        size = _AT_ONCE // len(group)
+        parts = min(_ESTIMATED, -(-n // size))
+        streams = [ctx.data.stream(d, _shuffled(ctx, d, min(n, parts * size)).chunk(parts), ctx.device) for d in group]
 
-    estimate(model, tracking(model), ctx.data.stream(domain, blocks, ctx.device), run)
+        def run(model: nn.Module, batches: Sequence[Batch], domain: str = group[0]) -> None:
+            with _of(model, domain):
+                model.features(pixels(Batch(x=torch.cat([b.x for b in batches]))).x)  # type: ignore[operator]
+
+        estimate(model, layers, zip(*streams, strict=True), run)
+
+
+def _shuffled(ctx: Context, domain: str, wanted: int) -> Tensor:
+    return _repeated(ctx.data.number(domain), wanted, generator(ctx.settings.seed, "statistics", domain))
 
 
 @torch.no_grad()
-def _begin(model: nn.Module, ctx: Context) -> None:
-    """Before the first clusters: the target's branch starts from what the source's has learned."""
-    if branches_of(model):
-        for layer in model.modules():
-            if not isinstance(layer, Norm) or "branch" not in layer.affine_terms:
-                continue
+def _share_affine(model: nn.Module) -> None:
+    """Let the target's branch start from the scales and shifts that the source's has learned."""
+    for layer in model.modules():
+        if isinstance(layer, Norm) and "branch" in layer.affine_terms:
             for table in (layer.branch_weight, layer.branch_bias):
                 if table is not None:
                     table["target"].copy_(table["source"])
-        if tracking(model):
-            for domain in BRANCHES:
-                _estimate(model, ctx, domain)
-    _remember(model, ctx, "target")
 
 
-def _remember(model: nn.Module, ctx: Context, domain: str) -> None:
-    """Keep where samples lie before adaptation, the target's through the branch of ``domain``."""
+def _remember(model: nn.Module, ctx: Context) -> None:
+    """Keep where samples lie before adaptation, all through the branch of the source."""
     if isinstance(model, FeatureClassifier):
-        for kept_, points in zip(model.before, _points(model, ctx, domain)[0], strict=True):
-            kept_[: len(points)].copy_(points)
+        for before, points in zip(model.before, _points(model, ctx, "source")[0], strict=True):
+            before[: len(points)].copy_(points)
 
 
 def _spread(n: int, most: int) -> Tensor:
