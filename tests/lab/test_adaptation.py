@@ -23,7 +23,13 @@ from normlab.lab.store import read_lines
 from normlab.lab.study import build_model, load_data, load_model
 from normlab.lab.tasks import Batch, Context, task
 from normlab.lab.tasks.adaptation import (
-    TASK, Domains, FeatureClassifier, class_aware, contrastive_discrepancy, load_domains, spherical_kmeans,
+    TASK,
+    Domains,
+    FeatureClassifier,
+    class_aware,
+    contrastive_discrepancy,
+    load_domains,
+    spherical_kmeans,
 )  # fmt: skip
 from normlab.lab.tasks.adaptation.clusters import Clusters, kept
 from normlab.lab.tasks.adaptation.embedding import in_plane, scatter
@@ -485,17 +491,16 @@ def test_sentences_for_domains_that_do_not_fit(folders, domains):
     with pytest.raises(LabError, match="webcam has no image of b; adaptation needs every class in both"):
         load("amazon", "webcam")
     shutil.rmtree(folders / "webcam" / "b")
-    with pytest.raises(LabError, match="amazon and webcam have different classes.*: they differ in b"):
+    with pytest.raises(LabError, match=r"amazon and webcam have different classes.*: they differ in b"):
         load("amazon", "webcam")
     target = domains.target.train
     some = replace(domains.target, train=Images(target.x[target.y != 2], target.y[target.y != 2]))
     with pytest.raises(LabError, match="faint has no training image of c"):
         Domains(domains.source, some)
-    with pytest.raises(LabError, match="images of bright are 1 x 8 x 8 and those of digits 1 x 28 x 28|classes"):
-        Domains(domains.source, lab.load("digits", size=28))
-    with pytest.raises(LabError, match="1 x 8 x 8 and those of faint 1 x 6 x 6"):
-        cut = (Images(p.x[:, :, :6, :6], p.y) for p in (domains.target.train, domains.target.test))
-        Domains(domains.source, Data("faint", *cut, domains.source.classes, (0.5,), (0.5,)))
+    cut = (Images(p.x[:, :, :6, :6], p.y) for p in (domains.target.train, domains.target.test))
+    small = Data("small", *cut, domains.source.classes, (0.5,), (0.5,))
+    with pytest.raises(LabError, match="images of bright are 1 x 8 x 8 and those of small 1 x 6 x 6"):
+        Domains(domains.source, small)
 
 
 def test_sentences_for_settings_and_models_that_do_not_fit(domains):
@@ -508,9 +513,9 @@ def test_sentences_for_settings_and_models_that_do_not_fit(domains):
         made(batch_size=400)
     with pytest.raises(LabError, match="source_epochs = 3 leaves nothing of 3 epochs"):
         made(options={"source_epochs": 3})
-    with pytest.raises(LabError, match="adabn gives running statistics to each domain, and group.2. has none"):
+    with pytest.raises(LabError, match=r"adabn gives running statistics to each domain, and group\(2\) has none"):
         made("adabn", "group(2)")
-    with pytest.raises(LabError, match="auxiliary has a scale and shift for each domain.*The method separated takes"):
+    with pytest.raises(LabError, match=r"auxiliary has a scale and shift for each domain.*The method separated takes"):
         made("separated", "auxiliary")
     with pytest.raises(LabError, match="branches of this model are main and aux; of domains they are source and"):
         made("can", "auxiliary(branches=['main', 'aux'])")
@@ -520,7 +525,7 @@ def test_sentences_for_settings_and_models_that_do_not_fit(domains):
         made("can", "fixup", model="resnet20")
     with pytest.raises(LabError, match="Classifier has no features; it needs features"):
         fit(build("small", domains.source, "batch", seed=0), domains, settings())
-    with pytest.raises(LabError, match="takes the Domains of normlab.lab.tasks.adaptation; got Data"):
+    with pytest.raises(LabError, match=r"takes the Domains of normlab\.lab\.tasks\.adaptation; got Data"):
         fit(build_model(settings(), domains), cast(Any, domains.source), settings())
     with pytest.raises(LabError, match="the method separated needs a model with the branches source and target"):
         fit(Plain(nn.BatchNorm2d(1)), domains, settings("separated"))
@@ -564,7 +569,7 @@ def test_pretrained_weights_keep_their_function_and_the_head_is_new(domains, tmp
         }
     with pytest.raises(LabError, match="weights of another network than resnet32"):
         build_model(settings(model="resnet32", options={"weights": str(path)}), domains)
-    with pytest.raises(LabError, match="There (are|is) no"):
+    with pytest.raises(LabError, match=r"[Tt]here (are|is) no"):
         build_model(settings(model="resnet20", options={"weights": str(tmp_path / "none.pth")}), domains)
 
 
@@ -583,7 +588,7 @@ def test_a_network_of_torchvision_adapts(tmp_path):
 # Commands
 
 
-def test_compared_applied_and_reproduced_from_the_command_line(normlab, tmp_path, one_at_a_time):
+def test_compared_and_applied_from_the_command_line(normlab, tmp_path, one_at_a_time):
     common = ("--task", "adaptation", "--train-size", 120, "--test-size", 40, "--epochs", 2, "--source-epochs", 1,
               "--width", 2, "--seeds", 1)  # fmt: skip
     code, out, err = normlab("compare", *common, "--method", "separated,can", "--out", "study")
@@ -615,15 +620,19 @@ def test_compared_applied_and_reproduced_from_the_command_line(normlab, tmp_path
     assert code == 2 and "no data set 'digit'" in err and not Path("other").exists()
 
 
-def test_the_reproduction_keeps_published_numbers_apart(tmp_path, read_without_weights):
+def test_the_reproduction_keeps_published_numbers_apart(tmp_path, read_without_weights, monkeypatch):
     from normlab.lab import reproduce
     from normlab.lab.reproduce.batch_group.adaptation import TABLE_7
 
     assert TABLE_7["BGN"]["wa"].mean == 78.5 and TABLE_7["PN"]["mean"].mean == 88.7
+    monkeypatch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)  # takes most of the time
     outcome = reproduce.run("batch-group-table7", tmp_path, scale="smoke", device="cpu")
     rows = outcome.comparisons[0].rows
-    assert {r.label for r in rows} == {"BN", "IN", "LN", "GN", "PN", "BGN"}
+    assert [r.label for r in rows] == ["BN", "IN", "LN", "GN", "PN", "BGN"]
     assert all(r.paper is None and 0 <= r.mean <= 100 for r in rows)  # digits are not in the paper's table
+    with pytest.raises(LabError, match=r"Office-Caltech-10 is not under .*: expected folders amazon, dslr and webcam"):
+        reproduce.run("batch-group-table7", tmp_path / "full", full=True, device="cpu", data_root=tmp_path)
+    assert not (tmp_path / "full" / "runs").exists()
     again = read_without_weights("batch-group-table7", tmp_path)
     assert [r.mean for r in again.comparisons[0].rows] == [r.mean for r in rows]
 

@@ -1,8 +1,8 @@
-""" "Batch Group Normalization": batch sizes, numbers of groups, adversarial training."""
+""" "Batch Group Normalization": batch sizes, numbers of groups, adversarial training, adaptation."""
 
 from ..base import Entry
-from . import adversarial, sizes
+from . import adaptation, adversarial, sizes
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *adversarial.ENTRIES)
+ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *adversarial.ENTRIES, *adaptation.ENTRIES)
