@@ -131,9 +131,9 @@ def _table_7(ctx: Context) -> Outcome:
         f"{of_office}Digits: four convolutions of 16 to 64 channels, 10 epochs, cosine learning rate from 0.02, no "
         "number of the paper."
         if ctx.scale == "full"
-        else "Default scale: 1,400 digits of each domain, four convolutions, 10 epochs, cosine learning rate from 0.02, "
-        "in place of ResNet-50 on Office-31: these columns are not in the paper. --full adapts between the domains of "
-        "Office-Caltech-10."
+        else "Default scale: 1,400 digits of each domain, four convolutions, 10 epochs, cosine learning rate from "
+        "0.02, in place of ResNet-50 on Office-31: these columns are not in the paper. --full adapts between the "
+        "domains of Office-Caltech-10."
     )
     note += " CAN with one set of statistics for both domains. Accuracy is of the target."
     return table(ctx, "table7", "Table 7: adaptation by CAN", rows, note, [cells for _, cells in found])

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ class Adaptation(Task):
         return self._built(settings, like, read=False)
 
     def _built(self, settings: Settings, like: Any, *, read: bool) -> nn.Module:
-        own = self.chosen(settings)
+        own, like = self.chosen(settings), SimpleNamespace(**like.about) if isinstance(like, Domains) else like
         spec = norm_of(settings, own.method)
         model = network(settings, like, spec, own.weights, own.standardize, read=read)
         if own.method in ("adabn", "separated") and not branches_of(model):
