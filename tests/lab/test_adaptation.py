@@ -37,6 +37,7 @@ from normlab.lab.tasks.adaptation import (
 )  # fmt: skip
 from normlab.lab.tasks.adaptation.clusters import Clusters, kept
 from normlab.lab.tasks.adaptation.embedding import in_plane, scatter
+from normlab.lab.tasks.adaptation.networks import norm_of
 from normlab.lab.tasks.files import write_image
 
 pytestmark = pytest.mark.usefixtures("one_thread", "read_once")
@@ -322,6 +323,16 @@ def test_clusters_begin_with_what_the_source_has_learned_and_statistics_of_both(
     assert model.before[0, :32].isfinite().all() and model.before[1, :24].isfinite().all()
 
 
+def test_a_plain_norm_gets_statistics_for_each_domain_with_its_own_options():
+    def made(text: str) -> Any:
+        return norm_of(settings("adabn", text), "adabn").make(8)
+
+    assert made("batch(eps=1e-3, momentum=0.2)").eps == 1e-3 and made("batch(momentum=0.2)").momentum == 0.2
+    assert repr(made("torch")) == repr(made("batch")) and made("batch").branches == ("source", "target")
+    assert made("batch_group(4)").running_mean.shape == (2, 4)
+    assert made("switchable").affine_terms == ("shared",)
+
+
 # Training
 
 
@@ -517,6 +528,8 @@ def test_sentences_for_settings_and_models_that_do_not_fit(domains):
         made(options={"source_epochs": 3})
     with pytest.raises(LabError, match=r"adabn gives running statistics to each domain, and group\(2\) has none"):
         made("adabn", "group(2)")
+    with pytest.raises(LabError, match="the method separated gives running statistics to each domain, and none has"):
+        made("separated", "none")
     with pytest.raises(LabError, match=r"auxiliary has a scale and shift for each domain.*The method separated takes"):
         made("separated", "auxiliary")
     with pytest.raises(LabError, match="branches of this model are main and aux; of domains they are source and"):

@@ -90,6 +90,13 @@ class Adaptation(Task):
         "discrepancy": Metric("", False, "discrepancy"),
     }
 
+    def configured(self, settings: Settings) -> Adaptation:
+        own = self.chosen(settings)
+        if own.method == "can" and own.source_epochs >= settings.epochs:
+            raise LabError(f"source_epochs = {own.source_epochs} leaves nothing of {settings.epochs} epochs to adapt "
+                           "in; take fewer.")  # fmt: skip
+        return self
+
     # ----- data and model
 
     def load(self, settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Domains:
@@ -150,9 +157,6 @@ class Adaptation(Task):
             if settings.batch_size > ctx.data.number("source"):
                 raise LabError(f"batch_size = {settings.batch_size} is more than the {ctx.data.number('source')} "
                                "images of the source; take a smaller one.")  # fmt: skip
-            if own.source_epochs >= settings.epochs:
-                raise LabError(f"source_epochs = {own.source_epochs} leaves nothing of {settings.epochs} epochs to "
-                               "adapt in; take fewer.")  # fmt: skip
         return super().phases(model, ctx)
 
     def start_epoch(self, model: nn.Module, progress: float, ctx: Context) -> bool:

@@ -59,9 +59,17 @@ def norm_of(settings: Settings, method: str) -> NormSpec:
                        f"{', and separates its statistics' if method != 'source' else ''}.")  # fmt: skip
     if separated and "branches" not in dict(spec.options):
         return replace(spec, options=(*spec.options, ("branches", BRANCHES)))
-    if method in ("adabn", "separated"):
-        return NormSpec("separated", (("statistics", spec.label), ("affine", "shared"), ("branches", BRANCHES)))
-    return spec
+    if method not in ("adabn", "separated"):
+        return spec
+    if not spec.normalizes:
+        raise LabError(f"the method {method} gives running statistics to each domain, and {spec.label} has none; take "
+                       "a norm over the batch, such as batch, batch_group or switchable.")  # fmt: skip
+    options = dict(spec.options)
+    number = options.pop("num_groups", None)
+    name = "batch" if spec.name == "torch" else spec.name
+    statistics = name if number is None else f"{name}({number})"
+    own = {"statistics": statistics, "affine": "shared", "branches": BRANCHES, **options}
+    return NormSpec("separated", tuple(own.items()))
 
 
 def network(settings: Settings, like: Any, spec: NormSpec, weights: str, standardize: str, *, read: bool) -> nn.Module:
