@@ -24,7 +24,7 @@ from normlab.lab.reproduce.batch_group.adaptation import TABLE_7
 from normlab.lab.reproduce.grid import Cells
 from normlab.lab.seeds import generator
 from normlab.lab.store import read_lines
-from normlab.lab.study import build_model, load_data, load_model
+from normlab.lab.study import build_model, data_key, load_data, load_model
 from normlab.lab.tasks import Batch, Context, pixels, task
 from normlab.lab.tasks.adaptation import (
     TASK,
@@ -456,6 +456,12 @@ def test_sets_are_brought_to_one_size_smoothly():
     smaller = load_domains("sets", "mnist5k", "digits", size=8, train=10_000)
     assert smaller.number("source") == 4000  # at most
     assert torch.equal(smaller.target.train.x, lab.load("digits").train.x)
+
+
+def test_data_are_loaded_once_for_all_methods_and_again_for_another_domain():
+    first = data_key(settings("source"))
+    assert data_key(settings("can", "auxiliary", options={"threshold": 0.2})) == first
+    assert data_key(settings("source", options={"target": "usps"})) != first
 
 
 @pytest.fixture
