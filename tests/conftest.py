@@ -29,6 +29,11 @@ SLOW = {
     "gpu/test_kernels.py": (),
     "gpu/test_kernels_compile.py": (),
     "gpu/test_kernels_masked.py": (),
+    "lab/test_adaptation.py": (
+        "test_adaptation_finds_classes_that_training_on_the_source_does_not",
+        "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
+        "test_compared_and_applied_from_the_command_line",
+    ),
     "lab/test_attacks.py": ("test_deterministic_attacks_are_foolboxs_element_by_element",),
     "lab/test_cli.py": (
         "test_compare_writes_results_and_a_page", "test_an_interruption_in_the_first_second_shows_no_traceback",

@@ -49,7 +49,9 @@ __all__ = [
 ]
 
 # Modules of this package that define `TASK`.
-TASKS: tuple[str, ...] = ("classification", "finetune", "few_shot", "generation", "style", "search")
+TASKS: tuple[str, ...] = (
+    "classification", "finetune", "few_shot", "adaptation", "generation", "style", "search",
+)  # fmt: skip
 
 
 class Metric(NamedTuple):
