@@ -66,7 +66,8 @@ def test_capv_by_depth_of_classes_with_and_without_a_shared_scale(name):
     tables = torch.tensor([[[1.0, 2.0], [3.0, 5.0]], [[0.0, 1.0], [2.0, 0.0]]])
     shared = torch.tensor([[2.0, 1.0], [-1.0, 3.0]])
     with torch.no_grad():
-        for layer, table, scale in zip((model[0], model[3]), tables, shared, strict=True):
+        layers: Any = (model[0], model[3])
+        for layer, table, scale in zip(layers, tables, shared, strict=True):
             layer.class_weight.copy_(table)
             if layer.weight is not None:
                 layer.weight.copy_(scale)

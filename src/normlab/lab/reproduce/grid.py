@@ -21,7 +21,6 @@ from ..report.view import Comparison, ComparisonRow
 from ..results import plain
 from ..settings import NAMES, Settings, parse
 from ..store import Busy, locked, read_log, read_records
-from ..tasks import task_of
 from ..watcher import Watcher
 from .base import Context, compared, recalled, remember
 from .figures import Value
