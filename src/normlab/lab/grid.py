@@ -180,7 +180,8 @@ def make_study(
     lists = {k: v for k, v in settings.items() if isinstance(v, (list, tuple)) and k not in ("milestones", "options")}
     single = {k: v for k, v in settings.items() if k not in lists}
     seeds = range(seeds) if isinstance(seeds, int) else seeds
-    along = {"norm": norms if isinstance(norms, str) else list(norms), **lists, "seed": list(seeds)}
+    others = {k: v for k, v in usual.axes.items() if k not in ("norm", "seed") and not set(names_of(k)) & set(settings)}
+    along = {"norm": norms if isinstance(norms, str) else list(norms), **others, **lists, "seed": list(seeds)}
     axes = {name: axis_of(name, values) for name, values in along.items()}
     if out is not None and not str(out).strip():
         raise LabError("out is empty; give the folder of the results, or None for the default one.")
