@@ -205,7 +205,6 @@ class Task:
 
     # Settings of its own: `--steps 5`, compare(task=..., steps=[1, 5]). None: --options takes anything.
     options: ClassVar[Mapping[str, Option] | None] = None
-
     loads: ClassVar[tuple[str, ...]] = ()  # those of its options that load() reads
 
     metrics: ClassVar[Mapping[str, Metric]] = {}  # what evaluate() returns; the first chooses the best epoch
