@@ -18,6 +18,7 @@ from torch.testing import assert_close
 from normlab import AuxiliaryBatchNorm2d, lab, route
 from normlab.lab import Data, Images, LabError, Settings, fit, loop, reproduce
 from normlab.lab.cli import main
+from normlab.lab.grid import default_study, make_study
 from normlab.lab.models import build
 from normlab.lab.report.view import Comparison
 from normlab.lab.reproduce.batch_group.adaptation import TABLE_7
@@ -674,6 +675,16 @@ def test_published_numbers_agree_and_stand_beside_ours_where_domains_are_the_pap
         == "batch_group(1)"
     )
     assert "from resnet56-cifar10.safetensors" in comparison.note
+
+
+def test_the_default_comparison_is_of_all_methods_from_python_too():
+    study = make_study(None, None, None, None, {"task": "adaptation"})
+    assert [(s.norm, dict(s.options)["method"], s.seed) for s in study.grid()][:3] == [
+        ("batch", "source", 0), ("batch", "source", 1), ("batch", "adabn", 0),
+    ]  # fmt: skip
+    assert study == replace(default_study("adaptation"), folder=study.folder)
+    one = make_study(["batch", "none"], 1, None, None, {"task": "adaptation", "method": "source"})
+    assert [s.norm for s in one.grid()] == ["batch", "none"]
 
 
 def test_it_is_a_task_of_this_package():

@@ -60,7 +60,7 @@ class Adaptation(Task):
     name = "adaptation"
     about = "a classifier for images without labels, from labelled ones of another domain: accuracy on the target"
     samples = "images"
-    minutes = 3.0
+    minutes = 2.0
     splits = False  # statistics, and the classes of a batch, are those of the whole batch
     defaults: ClassVar[Mapping[str, Any]] = {
         "data": SETS, "model": "small", "norm": "batch", "epochs": 10, "batch_size": 60, "lr": 0.02,

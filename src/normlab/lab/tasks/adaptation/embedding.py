@@ -30,7 +30,7 @@ def scatter(points: Sequence[Tensor], labels: Sequence[Tensor], classes: Sequenc
     from matplotlib.lines import Line2D
 
     figure = new(300)
-    axes = place(figure, 12, 62, 12, 26)
+    axes = place(figure, 12, 50, 12, 26)
     axes.set_title(title, loc="left", fontsize=10, color=MUTED, pad=8)
     for own, y, mark, more in ((points[0], labels[0], "o", {"s": 13, "alpha": 0.55, "linewidths": 0}),
                                (points[1], labels[1], "x", {"s": 15, "linewidths": 0.9})):  # fmt: skip
