@@ -117,7 +117,7 @@ def test_settings_of_the_papers_scale(name, tmp_path, monkeypatch):
         return Cells(grid, {}, {}, [])
 
     for module in ("weak_augment.tables", "weak_augment.figures", "sandwich.adversarial", "batch_sizes",
-                   "batch_group.adversarial", "batch_group.few_shot"):  # fmt: skip
+                   "batch_group.adversarial", "batch_group.few_shot", "batch_group.search"):  # fmt: skip
         monkeypatch.setattr(f"normlab.lab.reproduce.{module}.run_grid", note)
     monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
     reproduce.run(name, tmp_path, full=True, device="cpu")

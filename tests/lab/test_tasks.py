@@ -191,20 +191,8 @@ class Weighted(enlarge.Enlarge):
 
 def test_options_of_a_task_are_settings_and_axes(normlab, tmp_path):
     (tmp_path / "weighted.py").write_text(WEIGHTED)
-    few = (
-        "--epochs",
-        "1",
-        "--train-size",
-        "64",
-        "--test-size",
-        "16",
-        "--norms",
-        "none",
-        "--seeds",
-        "1",
-        "--lr",
-        "1e-9",
-    )
+    few = ("--data", "digits", "--epochs", "1", "--train-size", "64", "--test-size", "16", "--norms", "none",
+           "--seeds", "1", "--lr", "1e-9")  # fmt: skip
     code, out, err = normlab("compare", "--task", "weighted.py", "--weight", "1,2", "--out", "study", *few)
     assert code == 0 and "weight 2" in out, err
     first, second = lab.read_results(tmp_path / "study").runs

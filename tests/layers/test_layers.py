@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 import normlab
 from cases import CASES, LEGAL, SPACES, Case, assert_near, by_id, values, where, widen
+from normlab.layers import recurrent
 
 every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 in_every_space = pytest.mark.parametrize(("case", "space"), LEGAL, ids=lambda v: v.id if isinstance(v, Case) else v)
@@ -37,7 +38,7 @@ def test_every_public_normalizer_has_a_row():
     public = {
         n.removesuffix("1d").removesuffix("2d").removesuffix("3d") for n in normlab.layers.__all__ if n[0].isupper()
     }
-    assert public == {case.name for case in CASES}
+    assert public - set(recurrent.__all__) == {case.name for case in CASES}  # LSTMs have tests of their own
     assert len({case.id for case in CASES}) == len(CASES)
 
 

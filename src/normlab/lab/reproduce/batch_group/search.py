@@ -104,8 +104,10 @@ def _outcome(
 ) -> Outcome:
     rows = [
         compared(case.label, "accuracy", printed[case.label].get("accuracy"), list(values.values()))
-        for case in cells[0].grid.cases
-        if (values := cells[0].values(case, _CLEAN))
+        for own in cells
+        if _CLEAN in own.grid.columns  # of evaluations; there is none before a search has ended
+        for case in own.grid.cases
+        if (values := own.values(case, _CLEAN))
     ]
     title = f"Table {number}: accuracy of networks of searched cells"
     return table(ctx, f"table{number}", title, rows, note + "The paper's dashes did not converge.", cells, more=more)
