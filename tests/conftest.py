@@ -232,6 +232,22 @@ def read_without_weights(
 
 
 @pytest.fixture
+def normlab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Runs a command in an empty folder; returns exit code, stdout and stderr."""
+    from normlab.lab.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, arguments)])
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of a study in this process, as on a GPU: where it does not matter, processes need not be started."""
     from normlab.lab import study

@@ -17,7 +17,6 @@ from torch.testing import assert_close
 
 from normlab import AuxiliaryBatchNorm2d, lab, route
 from normlab.lab import Data, Images, LabError, Settings, fit, loop, reproduce
-from normlab.lab.cli import main
 from normlab.lab.grid import default_study, make_study
 from normlab.lab.models import build
 from normlab.lab.report.view import Comparison
@@ -42,18 +41,6 @@ from normlab.lab.tasks.adaptation.networks import norm_of
 from normlab.lab.tasks.files import write_image
 
 pytestmark = pytest.mark.usefixtures("one_thread", "read_once")
-
-
-@pytest.fixture
-def normlab(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main([*map(str, arguments)])
-        return (int(end.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 def stripes(name: str, *, bright: bool = True, each: int = 24, classes: int = 4, seed: int = 1) -> Data:

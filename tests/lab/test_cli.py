@@ -13,7 +13,6 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from normlab.lab import LabError, Settings, load_checkpoint, read_results, study
-from normlab.lab.cli import main
 from normlab.lab.commands import seeds_of
 from normlab.lab.display import Clock, Lines, Screen
 from normlab.lab.evaluate import parse
@@ -27,20 +26,10 @@ SMALL = ("--data", "digits", "--model", "mlp", "--depth", "2", "--width", "8", "
          "--test-size", "100", "--batch-size", "50")  # fmt: skip
 
 
-@pytest.fixture
-def normlab(capsys, monkeypatch, tmp_path):
-    """Runs a command in an empty folder; returns exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def own_data_and_a_wide_terminal(monkeypatch, tmp_path):
     monkeypatch.setenv("NORMLAB_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(a) for a in arguments])
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

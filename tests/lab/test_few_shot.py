@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from normlab import lab
 from normlab.lab import LabError, Settings, data
-from normlab.lab.cli import main
 from normlab.lab.models import build
 from normlab.lab.models.heads import cut_head, head_of
 from normlab.lab.seeds import generator
@@ -26,18 +25,6 @@ from normlab.lab.tasks.few_shot.episodes import Episodes, answers, draw_episodes
 from normlab.lab.tasks.files import read_image, write_image
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def normlab(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main([*map(str, arguments)])
-        return (int(end.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 def images(labels: torch.Tensor, size: int = 8) -> torch.Tensor:

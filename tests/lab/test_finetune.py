@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from normlab import lab, route
 from normlab.lab import LabError, Settings, store
-from normlab.lab.cli import main
 from normlab.lab.loop import estimate_statistics
 from normlab.lab.models import build
 from normlab.lab.norms import freeze, parse_norm
@@ -26,17 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NORMS = ("batch", "frozen", "group", "switchable", "batch_group(4)", "auxiliary")
 
 
-@pytest.fixture
-def normlab(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def own_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main([*map(str, arguments)])
-        return (int(end.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 def like(classes: int = 7, channels: int = 3, size: int = 16) -> Any:

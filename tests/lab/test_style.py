@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from normlab.lab import LabError, Settings, reproduce
-from normlab.lab.cli import main
 from normlab.lab.loop import fit
 from normlab.lab.norms import parse_norm
 from normlab.lab.seeds import generator
@@ -36,18 +35,6 @@ def settings(**changes: Any) -> Settings:
 def context(own: Settings, data: Any = None) -> Context:
     device = torch.device("cpu")
     return Context(own, load_data(own) if data is None else data, device, generator(0, "step"))
-
-
-@pytest.fixture
-def normlab(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main([*map(str, arguments)])
-        return (int(end.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 def delta(out: int, into: int) -> torch.Tensor:

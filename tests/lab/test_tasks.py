@@ -16,7 +16,6 @@ from torch import nn
 
 from normlab import lab
 from normlab.lab import LabError, Settings, quick, store
-from normlab.lab.cli import main
 from normlab.lab.grid import default_study, make_study, measurements_of
 from normlab.lab.loop import fit
 from normlab.lab.report import terminal
@@ -44,19 +43,6 @@ SMALL = (
     "4",
 )
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def normlab(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main([*map(str, arguments)])
-        code = int(end.value.code or 0)
-        return (code, *capsys.readouterr())
-
-    return run
 
 
 # A second, real task ------------------------------------------------------------------------------------------------

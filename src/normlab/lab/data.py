@@ -21,7 +21,7 @@ from .readers import SOURCES, Format, Images, Parts, find_folder, read_folder
 from .stored import Stored
 from .tasks import Batch, Source
 
-__all__ = ["NAMES", "Data", "Images", "augment", "check_batch", "check_data", "load", "pixels", "resize"]
+__all__ = ["NAMES", "Data", "Images", "augment", "check_batch", "check_data", "home", "load", "pixels", "resize"]
 
 NAMES: dict[str, str] = {name: source.about for name, source in SOURCES.items()} | {
     "folder:PATH": "your own images: train/ and test/ with a folder for each class, or such folders alone",
@@ -254,11 +254,16 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False, s
     source = SOURCES.get(name)
     if source is None:
         raise LabError(f"there is no data set {name!r}; {nearest(name, NAMES)}")
-    here = Path(root or os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser()
+    here = home(root)
     parts = _read(name, source, here, download)
     mean, std = source.mean_std or mean_std(parts.train.x)
     data = Data(name, parts.train, parts.test, parts.classes, mean, std, source.flip, source.crop)
     return data if size is None or data.size == (size, size) else _resized(data, size, source.smooth)
+
+
+def home(root: str | Path | None = None) -> Path:
+    """The folder of data sets, and of networks that the lab trains once."""
+    return Path(root or os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser()
 
 
 def _read(name: str, source: Format, root: Path, download: bool) -> Parts:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ...engine.messages import words
 from ..attacks import as_found
-from ..data import pixels
+from ..data import home, pixels
 from ..errors import LabError
 from ..mixing import branches_of
 from ..models import Classifier, Standardize, build
@@ -71,7 +71,7 @@ class FineTune(Classify):
     options: ClassVar[Mapping[str, Option] | None] = {
         "weights": Option(
             "none", "start: a file of weights, a run's folder, download (torchvision's or timm's), pretrain (on "
-            "--source, kept under ~/.cache/normlab) or none"),
+            "--source, kept in the folder of data sets) or none"),
         "source": Option("letters", "data set that --weights pretrain trains on, with batch norm"),
         "source_epochs": Option(4, "epochs of that training", low=1),
         "channels": Option(
@@ -204,7 +204,7 @@ def _pretrained(settings: Settings, own: SimpleNamespace, size: int) -> Path:
 
     chosen = Settings(model=settings.model, depth=settings.depth, width=settings.width, data=own.source, size=size,
                       epochs=own.source_epochs, lr=0.1, norm="batch")  # fmt: skip
-    folder = Path("~/.cache/normlab/pretrained").expanduser() / chosen.name
+    folder = home() / "pretrained" / chosen.name
     if not (folder / "best.safetensors").is_file():
         train(chosen, folder)
     return folder

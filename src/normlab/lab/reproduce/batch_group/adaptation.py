@@ -6,11 +6,11 @@ its classes, and sets of digits.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...data import home
 from ...report.view import ComparisonRow
 from ..base import Context, Entry, Outcome, compared
 from ..figures import published
@@ -60,7 +60,7 @@ def _digits(ctx: Context) -> list[tuple[str, Cells]]:
 
 def _office_folder(ctx: Context) -> Path | None:
     """The folder of the domains; None, and a sentence, if it is not there."""
-    root = Path(ctx.root or os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser()
+    root = home(ctx.root)
     for folder in (root / "office-caltech10", root):
         if all((folder / name).is_dir() for name in _NAMES.values()):
             return folder

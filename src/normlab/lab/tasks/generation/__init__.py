@@ -7,7 +7,6 @@ generator takes one. Its parameters are averaged, and samples are of the average
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ....engine.messages import nearest
+from ...data import home
 from ...errors import LabError
 from ...images.features import features
 from ...images.quality import Quality
@@ -223,9 +223,9 @@ class Generation(Task):
         """What samples are judged by. Real features are computed once, and classifiers trained once for all runs."""
         if "judge" not in ctx.state:
             own = self.chosen(ctx.settings)
-            home = Path(os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser() / "features"
-            found = features(own.features, ctx.data, cache=home, device=ctx.device)
-            ctx.state["judge"] = Quality(found, ctx.data, own.against, device=ctx.device, cache=home)
+            kept = home() / "features"
+            found = features(own.features, ctx.data, cache=kept, device=ctx.device)
+            ctx.state["judge"] = Quality(found, ctx.data, own.against, device=ctx.device, cache=kept)
         judge: Quality = ctx.state["judge"]
         self.metrics = {k: judge.metrics[k] for k in _METRICS}  # type: ignore[misc]
         for how in STATISTICS:

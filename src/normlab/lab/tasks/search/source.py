@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....engine.messages import nearest, words
-from ...data import Data, Images
+from ...data import Data, Images, home
 from ...errors import LabError
 from .. import Batch, Source
 
@@ -105,7 +104,7 @@ def read_table(text: str, column: str, data: str, root: str | Path | None = None
 
     Without a column, the first whose name begins as that of the data set, or else the first of numbers.
     """
-    folders = [Path(), Path(root or os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser()]
+    folders = [Path(), home(root)]
     path = next((p for f in folders if (p := f / Path(text).expanduser()).is_file()), None)
     if path is None:
         raise LabError(f"there is no table {text}; expected a CSV file with a column {CELLS} and true accuracies in "

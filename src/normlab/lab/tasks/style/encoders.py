@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...data import home
 from ...errors import LabError
 
 __all__ = ["Encoder", "Weights", "about_encoder", "described", "encoder_weights", "layers_of", "make_encoder"]
@@ -159,7 +160,7 @@ def _file(name: str) -> Path:
 
 def _torchvision(root: str | Path | None, download: bool) -> Path:
     name = Path(_URL).name
-    own = Path(root or os.environ.get("NORMLAB_DATA") or "~/.cache/normlab").expanduser()
+    own = home(root)
     places = [own / name, Path(torch.hub.get_dir()) / "checkpoints" / name]
     found = next((p for p in places if p.is_file()), None)
     if found is not None:
