@@ -46,7 +46,8 @@ def scalar_columns(configs: Sequence[Config]) -> list[Column]:
             if k:
                 own = metric if metric in SCALARS else about.of(metric)
                 alone = several[metric] == 1 or name == "test"
-                known = own if alone else f"{own}, {title if kind in MEASUREMENTS else name}"
+                # The titles of a task's measurements end with their name, after the first metric.
+                known = own if alone else f"{own}, {name if title.endswith(f', {name}') else title}"
                 columns.append(Column(known, about.unit, about.higher, cells, main=metric not in SCALARS,
                                       metric=about.of(metric)))  # fmt: skip
             elif not all(r.get("said") for rows in by.values() for r in rows):  # their error has a column of its own
