@@ -60,7 +60,9 @@ def bars(column: Column, configs: Sequence[Config]) -> str:
         axes.set_xticks([0, 25, 50, 75, 100])
     rows_of_marks(axes)
     what = column.metric or "value"
-    axes.set_xlabel(with_unit(column) + ("" if column.higher else ", lower is better"))
+    name = with_unit(column)  # a long one stands above the figure, and has no room below it
+    said = [name if len(name) <= 30 else column.unit, "" if column.higher else "lower is better"]
+    axes.set_xlabel(", ".join(filter(None, said)))
     alt = f"{capital(what)} of every configuration, {column.title}; the table below has the numbers"
     return svg(figure, alt)
 
