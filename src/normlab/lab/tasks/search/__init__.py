@@ -107,7 +107,7 @@ class Search(Task):
     about = "cells of convolutional networks: DARTS, GDAS, ENAS and random search over shared weights"
     needs = "nothing to download; with --table FILE.csv, cells are looked up in a table of true accuracies"
     samples = "images"
-    minutes = 3.0
+    minutes = 1.5
     defaults: ClassVar[Mapping[str, Any]] = {
         "data": "mnist5k", "size": 14, "train_size": 2000, "test_size": 0, "width": 8, "depth": 1, "epochs": 8,
         "batch_size": 64, "lr": 0.025, "lr_end": 0.001, "nesterov": True, "weight_decay": 5e-4, "clip": 5.0,
