@@ -64,7 +64,7 @@ class FewShot(Task):
     name = "few_shot"
     about = "classes named after a few images: accuracy over episodes of novel classes, with its 95 per cent interval"
     samples = "images"
-    minutes = 5.0
+    minutes = 1.5
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "resnet12", "data": "letters", "width": 8, "epochs": 5, "batch_size": 64, "lr": 0.05, "nesterov": True,
         "weight_decay": 5e-4,
