@@ -58,7 +58,7 @@ class FineTune(Classify):
 
     name = "finetune"
     about = "pretrained classifiers with other norm layers and a new head, trained on: accuracy at small batches"
-    minutes = 4.0
+    minutes = 1.0
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "small", "data": "mnist5k", "train_size": 500, "test_size": 1000, "epochs": 4,
         "batch_size": 32, "lr": 0.02, "weight_decay": 5e-4, "options.weights": "pretrain",
