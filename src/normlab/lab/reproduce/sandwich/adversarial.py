@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ...report.view import Comparison, ComparisonRow
-from ...results import Run
-from ..base import Context, Entry, Outcome, compared, remember, save_figure
+from ..base import Context, Entry, Outcome, compared, save_figure
 from ..figures import published
-from ..grid import Case, Cells, Column, Grid, kept_model, run_grid, settings_for
+from ..grid import Case, Cells, Column, Grid, run_grid, settings_for
 from ..outcomes import curves, table
+from .capv import capv_by_layer
 
 __all__ = ["ENTRIES", "TABLE_3", "TABLE_4"]
 
@@ -154,25 +154,7 @@ def _losses(ctx: Context, cells: Cells) -> list[Path]:
 
 def _capv(ctx: Context, cells: Cells) -> tuple[Comparison, list[Path]]:
     """Figure 20: how far the branches' affine maps lie apart, layer by layer."""
-    from ...analysis import capv
-
-    lines: dict[str, list[tuple[list[float], list[float]]]] = {}
-    rows = []
-    for case in cells.grid.cases:
-        for run in cells.of(case):
-
-            def compute(run: Run = run) -> dict[str, Any]:
-                found = capv(kept_model(run))
-                return {"effective": [c.effective for c in found], "independent": [c.independent for c in found]}
-
-            found = remember(run.folder / "capv", {"run": run.name}, compute)
-            layers = list(map(float, range(1, len(found["effective"]) + 1)))
-            lines.setdefault(case.label, []).append((layers, found["effective"]))
-            if found["effective"] != found["independent"]:
-                lines.setdefault(f"{case.label}, independent part", []).append((layers, found["independent"]))
-        if own := lines.get(case.label):
-            means = [1000 * sum(values) / len(values) for _, values in own]
-            rows.append(compared(case.label, "mean over layers, x 1000", None, means))
+    lines, rows = capv_by_layer(cells)
     drawn = [save_figure(curves([("CAPV", "layer", "variance", lines)]), ctx, "capv")] if lines else []
     said = "Variance (divided by two) over the branches of a layer's mean scale; the paper has it as a picture."
     return Comparison("Figure 20: affine parameters of the branches (CAPV)", rows, said, unit=""), drawn

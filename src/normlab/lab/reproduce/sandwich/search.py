@@ -18,10 +18,11 @@ from ...report.view import Comparison, ComparisonRow
 from ...results import Run
 from ...tasks.search.nasbench201 import EDGES, NAMES, SPACE
 from ...tasks.search.source import Table, read_table
-from ..base import Context, Entry, Outcome, compared, remember, save_figure
+from ..base import Context, Entry, Outcome, compared, save_figure
 from ..figures import published
-from ..grid import Case, Cells, Column, Grid, draw_rows, kept_model, run_grid, settings_for
+from ..grid import Case, Cells, Column, Grid, draw_rows, run_grid, settings_for
 from ..outcomes import curves, missing, table
+from .capv import Lines, capv_by_layer
 
 __all__ = ["ENTRIES", "TABLE_2", "TABLE_5"]
 
@@ -55,8 +56,6 @@ _TABLE = "nasbench201.csv"
 
 _IN_SEARCH = Column("validation accuracy in the search", "test", "val_accuracy")
 _ALONE = Column("accuracy of the cell trained alone, 5 epochs", "alone", "alone_accuracy")
-
-Lines = dict[str, list[tuple[list[float], list[float]]]]
 
 
 def _cells(ctx: Context, method: str, keys: Sequence[str] = tuple(SETTINGS), *, random: bool = False) -> Cells:
@@ -281,26 +280,9 @@ def _gap(ctx: Context) -> Outcome:
 
 def _capv(ctx: Context) -> Outcome:
     """Figure 15: how far the affine maps of the operations lie apart."""
-    from ...analysis import capv
 
     cells = _cells(ctx, "darts", ("ccbn", "sabn"))
-    lines: Lines = {}
-    rows = []
-    for case in cells.grid.cases:
-        for run in cells.of(case):
-
-            def compute(run: Run = run) -> dict[str, Any]:
-                found = capv(kept_model(run))
-                return {"effective": [c.effective for c in found], "independent": [c.independent for c in found]}
-
-            found = remember(run.folder / "capv", {"run": run.name}, compute)
-            layers = list(map(float, range(1, len(found["effective"]) + 1)))
-            lines.setdefault(case.label, []).append((layers, found["effective"]))
-            if found["effective"] != found["independent"]:
-                lines.setdefault(f"{case.label}, independent part", []).append((layers, found["independent"]))
-        if own := lines.get(case.label):
-            means = [1000 * sum(values) / len(values) for _, values in own]
-            rows.append(compared(case.label, "mean over layers, x 1000", None, means))
+    lines, rows = capv_by_layer(cells)
     note = (
         "Variance, divided by their number, of a layer's mean scales over the operations before it: 5 of edges from "
         "node 1, 25 of edges from node 2; those of edges from the input have one. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ....engine.messages import words
-from ....model.convert import convert
 from ...errors import LabError
 from ...models import Classifier, build
 from ...models.common import check_values
-from ...models.external import PREFIXES, Repeat
+from ...models.external import PREFIXES, Repeat, exchange_norms
 from ...models.heads import cut_head, head_of
 from ...norms import NormSpec, parse_norm
 from ...settings import Settings
@@ -91,23 +89,8 @@ def network(settings: Settings, like: Any, spec: NormSpec, weights: str, standar
     last = made.get_submodule(place)
     cut_head(made, head, settings.model)
     if weights and (spec.options or spec.name not in ("batch", "torch")):
-        made.net = _exchanged(made.net, spec)
+        made.net, _ = exchange_norms(settings.model, made.net, spec, keep=True)
     return FeatureClassifier(made.standardize, made.net, last)
-
-
-def _exchanged(net: nn.Module, spec: NormSpec) -> nn.Module:
-    try:
-        if spec.name != "separated":
-            return convert(net, spec.name, **dict(spec.options))
-
-        def separated(channels: int, eps: float = 1e-5, momentum: float | None = 0.1) -> nn.Module:
-            options = {"eps": eps, "momentum": momentum} | dict(spec.options)
-            return replace(spec, options=tuple(options.items())).make(channels, dims=0)
-
-        make: Callable[..., nn.Module] = separated
-        return convert(net, make)
-    except (TypeError, ValueError) as error:
-        raise LabError(f"norm {spec.label}: {error}") from error
 
 
 def _load(made: Classifier, head: list[str], path: Path, name: str) -> None:
