@@ -19,7 +19,8 @@ from normlab.lab.norms import freeze, parse_norm
 from normlab.lab.study import build_model, load_model
 from normlab.lab.tasks import task, task_of
 from normlab.lab.tasks.classification.streams import TwoStreams
-from normlab.lab.tasks.finetune import TASK, FineTune, _start, _unwrapped
+from normlab.lab.tasks.finetune import TASK, FineTune, _start
+from normlab.lab.tasks.weights import Weights, load_part, of_file, unwrapped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NORMS = ("batch", "frozen", "group", "switchable", "batch_group(4)", "auxiliary")
@@ -159,8 +160,8 @@ def test_a_run_of_the_lab_brings_its_own_mean(tmp_path: Path) -> None:
     assert made.net.linear.out_features == 3
     # Names under wrappers are those of the network.
     state = {f"module.{k}": v for k, v in source.net.state_dict().items()}
-    assert _unwrapped(state, source.net).keys() == source.net.state_dict().keys()
-    assert _unwrapped(source.net.state_dict(), source.net).keys() == source.net.state_dict().keys()
+    assert unwrapped(state, source.net).keys() == source.net.state_dict().keys()
+    assert unwrapped(source.net.state_dict(), source.net).keys() == source.net.state_dict().keys()
 
 
 def test_networks_of_libraries_with_a_file_and_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +234,32 @@ def test_weights_of_other_names_in_the_same_order_are_taken(published: Any, tmp_
     torch.save(swapped, tmp_path / "swapped.pt")  # a bias where a weight stands
     with pytest.raises(LabError, match="has the weights of another network"):
         build_model(settings(tmp_path / "swapped.pt"), like())
+
+
+def test_a_part_takes_weights_of_a_classifier_or_of_a_whole_that_has_it(published: Any, tmp_path: Path) -> None:
+    path, whole = published
+
+    def part(width: int = 4) -> nn.Module:
+        net = build("resnet20", like(), "batch", seed=1, width=width).net
+        return nn.Sequential(OrderedDict((k, m) for k, m in net.named_children() if k != "linear"))
+
+    state = {k: v for k, v in whole.net.state_dict().items() if not k.startswith("linear")}
+    detector = {f"backbone.body.{k}": v for k, v in state.items()} | {"head.bn1.weight": torch.ones(4)}
+    torch.save(detector, tmp_path / "detector.pt")
+    for file, rest in ((path, ("linear.bias", "linear.weight")), (tmp_path / "detector.pt", ("head.bn1.weight",))):
+        made = part()
+        assert sorted(load_part(made, of_file(file))) == list(rest)
+        assert all(torch.equal(v, state[k]) for k, v in made.state_dict().items() if "num_batches" not in k)
+    with pytest.raises(LabError, match=r"the weights of another network: .* of another shape \(conv1.weight"):
+        load_part(part(8), of_file(path))
+    with pytest.raises(LabError, match=r"the weights of another network: 1 missing \(layer1.1.conv2.weight"):
+        load_part(part(), Weights({k: v for k, v in state.items() if k != "layer1.1.conv2.weight"}, "a file"))
+    more = state | {"layer1.7.conv1.weight": torch.ones(4, 4, 3, 3)}  # a deeper network
+    with pytest.raises(LabError, match=r"the weights of another network: 1 unknown \(layer1.7.conv1.weight"):
+        load_part(part(), Weights(more, "a file"))
+    grey = state | {"conv1.weight": state["conv1.weight"][:, :1]}
+    with pytest.raises(LabError, match="weights for images of 1 channels, and the network is made for 3"):
+        load_part(part(), Weights(grey, "a file"))
 
 
 # Training -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +23,23 @@ from ..data import home, pixels
 from ..errors import LabError
 from ..mixing import branches_of
 from ..models import Classifier, Standardize, build
-from ..models.common import check_values
 from ..models.external import PREFIXES, Repeat, exchange_norms, library_network
 from ..models.heads import cut_head, head_of
 from ..norms import parse_norm
 from ..predict import routed
 from ..settings import Settings
-from ..subjects import read_weights
 from ..texts import arguments
 from . import Context, Metric, Option, Phase
 from .classification import Recipe, recipe
 from .classification.classify import Classify
 from .few_shot.episodes import imprinted
 from .measuring import Measure, Measurement, parse
+from .weights import Weights, load, of_file, read, standard
 
 __all__ = ["TASK", "FineTune"]
 
 _STREAMS = "streams(main=standard, aux=randaugment(n=2, m=5, cutout=0))"
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _AT_ONCE = 250  # images
-
-
-class Weights(NamedTuple):
-    """What a network starts from, and the mean and deviation of the pixels that it was trained on, where known."""
-
-    state: dict[str, Tensor]
-    source: str
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
 
 
 class FineTune(Classify):
@@ -102,12 +91,12 @@ class FineTune(Classify):
         return made
 
     def build(self, settings: Settings, like: Any) -> Classifier:
-        return self._built(settings, like, read=True)
+        return self._built(settings, like, new=True)
 
     def rebuild(self, settings: Settings, like: Any) -> Classifier:
-        return self._built(settings, like, read=False)
+        return self._built(settings, like, new=False)
 
-    def _built(self, settings: Settings, like: Any, *, read: bool) -> Classifier:
+    def _built(self, settings: Settings, like: Any, *, new: bool) -> Classifier:
         own, spec = self.chosen(settings), parse_norm(settings.norm).with_classes(len(like.classes))
         if spec.name == "fixup":
             raise LabError("fixup starts a network from new weights, so there is nothing to fine-tune; take norm none.")
@@ -116,12 +105,12 @@ class FineTune(Classify):
         given = own.weights != "none"
         mean, std = like.mean, like.std
         if given:
-            found = _weights(settings, own, sized.size[0]) if read else Weights({}, "", [0.0], [1.0])
-            if read:
-                said = _load(net, head_of(net, make, sized), found, sized.channels)
+            found = _weights(settings, own, sized.size[0]) if new else Weights({}, "", [0.0], [1.0])
+            if new:
+                said = load(net, found, head=head_of(net, make, sized))
                 if found.mean is None and isinstance(about := getattr(net, "pretrained_cfg", None), Mapping):  # timm's
                     found = found._replace(mean=about.get("mean"), std=about.get("std"))
-            mean, std = _standard(own.standardize, found, like, sized.channels)
+            mean, std = standard(own.standardize, found, like, sized.channels)
         net, notes = exchange_norms(settings.model, net, spec, keep=given)
         if sized.channels > like.channels:
             net = nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
@@ -184,18 +173,9 @@ def _network(
 
 
 def _weights(settings: Settings, own: SimpleNamespace, size: int) -> Weights:
-    if own.weights == "download":
-        return _downloaded(settings.model)
     if own.weights == "pretrain":
-        return _of_file(_pretrained(settings, own, size))
-    return _of_file(Path(own.weights).expanduser())
-
-
-def _of_file(path: Path) -> Weights:
-    """Weights of a lab's run, or of anybody's network."""
-    state = dict(read_weights(path))
-    mean, std = (state.pop(f"standardize.{k}", torch.empty(0)).flatten().tolist() for k in ("mean", "std"))
-    return Weights(state, str(path), mean or None, std or None)
+        return of_file(_pretrained(settings, own, size))
+    return read(own.weights, settings.model, "--weights PATH, or --weights pretrain")
 
 
 def _pretrained(settings: Settings, own: SimpleNamespace, size: int) -> Path:
@@ -208,98 +188,6 @@ def _pretrained(settings: Settings, own: SimpleNamespace, size: int) -> Path:
     if not (folder / "best.safetensors").is_file():
         train(chosen, folder)
     return folder
-
-
-def _downloaded(name: str) -> Weights:
-    library, _, model = name.partition(":")
-    try:
-        if library == "torchvision":
-            from torchvision import models
-
-            entry = models.get_model_weights(model).DEFAULT  # type: ignore[attr-defined]
-            images = entry.transforms()
-            return Weights(entry.get_state_dict(progress=False), f"torchvision's {entry}", images.mean, images.std)
-        if library == "timm":
-            import timm
-
-            net = timm.create_model(model, pretrained=True)
-            about: Any = net.pretrained_cfg
-            return Weights(net.state_dict(), f"timm's weights of {model}", about["mean"], about["std"])
-    except (OSError, RuntimeError, ValueError, AttributeError) as error:  # no network, no such weights
-        raise LabError(f"the weights of {name} cannot be downloaded: {str(error).splitlines()[0]}; give a file, "
-                       "--weights PATH.") from error  # fmt: skip
-    raise LabError(f"{name} is a network of this lab, and there are no weights of it to download; give a file, "
-                   "--weights PATH, or --weights pretrain.")  # fmt: skip
-
-
-def _load(net: nn.Module, head: list[str], found: Weights, channels: int) -> tuple[str, ...]:
-    """Load all but the head; returns what to tell readers."""
-    own, state = net.state_dict(), _unwrapped(found.state, net)
-    by_order = _in_order(own, state, head)
-    state = by_order or state
-    wanted = {k: v for k, v in own.items() if k not in head}
-    missing = [k for k in wanted if k not in state and not k.endswith("num_batches_tracked")]
-    # Networks of torchvision have auxiliary heads in training only.
-    surplus = [k for k in state if k not in own and not k.startswith(("aux", "AuxLogits."))]
-    other = [k for k, v in wanted.items() if k in state and state[k].shape != v.shape]
-    if len(other) == 1 and not missing and not surplus and (theirs := _channels(state[other[0]])) not in (0, channels):
-        hint = "--channels 3 repeats grey images" if theirs == 3 else "give data of as many channels"
-        raise LabError(f"{found.source} has weights for images of {theirs} channels, and the network is made for "
-                       f"{channels}; {hint}.")  # fmt: skip
-    if missing or surplus or other:
-        kinds = {"missing": missing, "unknown": surplus, "of another shape": other}
-        said = [f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds.items() if names]
-        raise LabError(f"{found.source} has the weights of another network: {', '.join(said)} of {len(own)} names, the "
-                       "head apart. Give the model and its width as they were trained, with batch norm.")  # fmt: skip
-    kept = {k: v for k, v in state.items() if k in wanted}
-    check_values(net, kept, found.source)
-    net.load_state_dict(kept, strict=False)
-    return ("weights in the order of the file, whose names are others",) if by_order else ()
-
-
-def _in_order(own: Mapping[str, Tensor], state: Mapping[str, Tensor], head: list[str]) -> dict[str, Tensor]:
-    """The weights under the network's names, where most names are others and all kinds and shapes come in its order.
-
-    So the same network of another library can be loaded. Empty if the file is not of that kind.
-    """
-
-    def kinds(names: Mapping[str, Tensor]) -> list[Any]:
-        # Of the head, the number of classes may be another.
-        return [(k.rpartition(".")[2], v.shape if n not in head else v.shape[1:])
-                for n, (k, v) in zip(own, names.items(), strict=True)]  # fmt: skip
-
-    same = len(own) == len(state) and 2 * len(own.keys() & state.keys()) < len(own) and kinds(own) == kinds(state)
-    return dict(zip(own, state.values(), strict=True)) if same else {}
-
-
-def _channels(weight: Tensor) -> int:
-    """The channels that a convolution takes; 0 for another weight."""
-    return weight.shape[1] if weight.dim() == 4 else 0
-
-
-def _unwrapped(state: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """The names without what wrappers put before them: ``net.``, ``model.``, ``module.``."""
-    found, own = dict(state), {k.partition(".")[0] for k in net.state_dict()}
-    while len(first := {k.partition(".")[0] for k in found}) == 1 and first <= {"net", "model", "module"} - own:
-        found = {k.partition(".")[2]: v for k, v in found.items()}
-    return found
-
-
-def _standard(choice: str, found: Weights, like: Any, channels: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Mean and deviation for each channel of the data; of grey images that are repeated, the mean of all three."""
-    if choice == "none":
-        return [0.0] * like.channels, [1.0] * like.channels
-    if choice == "weights":
-        choice = "imagenet" if channels == 3 else "data"
-        if found.mean is not None and found.std is not None:
-            return _fitted(found.mean, like.channels), _fitted(found.std, like.channels)
-    if choice == "data":
-        return like.mean, like.std
-    return tuple(_fitted(values, like.channels) for values in _IMAGENET)  # type: ignore[return-value]
-
-
-def _fitted(values: Sequence[float], channels: int) -> list[float]:
-    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
 # Before training

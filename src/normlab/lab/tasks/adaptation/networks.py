@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....engine.messages import words
 from ...errors import LabError
 from ...models import Classifier, build
-from ...models.common import check_values
 from ...models.external import PREFIXES, Repeat, exchange_norms
 from ...models.heads import cut_head, head_of
 from ...norms import NormSpec, parse_norm
 from ...settings import Settings
-from ...subjects import read_weights
+from ..weights import load, of_file
 
 __all__ = ["BRANCHES", "SHOWN", "FeatureClassifier", "network", "norm_of"]
 
@@ -84,31 +82,14 @@ def network(settings: Settings, like: Any, spec: NormSpec, weights: str, standar
     made = make(like)
     head = head_of(made, make, like)
     if weights and read:
-        _load(made, head, Path(weights).expanduser(), settings.model)
+        grey = isinstance(made.net, nn.Sequential) and len(made.net) == 2 and isinstance(made.net[0], Repeat)
+        inner, prefix = (
+            (made.net.get_submodule("1"), "net.1.") if grey else (made.net, "net.")
+        )  # less what repeats grey
+        load(inner, of_file(Path(weights).expanduser()), head=[k.removeprefix(prefix) for k in head])
     place = head[0].rpartition(".")[0] if head else ""
     last = made.get_submodule(place)
     cut_head(made, head, settings.model)
     if weights and (spec.options or spec.name not in ("batch", "torch")):
         made.net, _ = exchange_norms(settings.model, made.net, spec, keep=True)
     return FeatureClassifier(made.standardize, made.net, last)
-
-
-def _load(made: Classifier, head: list[str], path: Path, name: str) -> None:
-    """All weights of a file but those of the head, which is for other classes."""
-    inner = made.net
-    if isinstance(inner, nn.Sequential) and len(inner) == 2 and isinstance(inner[0], Repeat):
-        inner = inner[1]
-    prefix = next(k for k, m in made.named_modules() if m is inner) + "."
-    ours = {k: v for k, v in inner.state_dict().items() if prefix + k not in head}
-    theirs = read_weights(path)
-    for wrapper in ("module.", "net.", "model."):
-        if any(k.startswith(wrapper) for k in theirs) and not any(k.startswith(wrapper) for k in ours):
-            theirs = {k.removeprefix(wrapper): v for k, v in theirs.items()}
-    wrong = [k for k, v in ours.items() if not k.endswith("num_batches_tracked")
-             and (k not in theirs or theirs[k].shape != v.shape)]  # fmt: skip
-    if wrong:
-        raise LabError(f"{path} has weights of another network than {name}: {len(wrong)} of {len(ours)} are missing or "
-                       f"of another shape ({words(wrong[:3])}). It is to be trained with batch norm.")  # fmt: skip
-    found = {k: theirs[k] for k in ours if k in theirs}
-    check_values(inner, found, path)
-    inner.load_state_dict(found, strict=False)
