@@ -1,6 +1,8 @@
 """Analyses against values worked out by hand, theory against simulation."""
 
+import json
 import math
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import normlab
 from normlab.lab import analysis
 from normlab.lab.analysis import affine
 from normlab.lab.errors import LabError
+from normlab.lab.tasks.parts import importance_pictures
 
 
 def two_norms(make):
@@ -32,6 +35,24 @@ def test_importance_by_layer():
     assert analysis.importance(two_norms(normlab.BatchNorm2d)) == []
     branches = normlab.Norm2d(4, ("instance", "batch"), "branch", branches=("main", "aux"))
     assert normlab.importance(nn.Sequential(branches)) == {"0": {"instance": (0.5, 0.5), "batch": (0.5, 0.5)}}
+
+
+def test_importance_by_part_of_a_model_and_of_its_log():
+    model = nn.Sequential(OrderedDict(body=two_norms(normlab.SwitchNorm2d), head=two_norms(normlab.SwitchNorm2d)))
+    with torch.no_grad():
+        for weight in (model.body[1].mean_weight, model.body[4].mean_weight, model.head[4].var_weight):  # type: ignore[union-attr]
+            weight.copy_(torch.tensor([math.log(2), 0, 0]))  # (1/2, 1/4, 1/4)
+    parts = {"backbone": r"^body\.", "head, first": r"^head\.1", "mask head": "mask"}
+    found = analysis.importance_by_part(model, parts)
+    assert list(found) == ["backbone", "head, first", "other"]
+    assert list(found["backbone"][0].values()) == pytest.approx([1 / 2, 1 / 4, 1 / 4])
+    assert list(found["backbone"][1].values()) == pytest.approx([1 / 3] * 3)
+    assert list(found["other"][1].values()) == pytest.approx([1 / 2, 1 / 4, 1 / 4])
+    logged = json.loads(json.dumps(normlab.importance(model)))
+    assert analysis.importance_by_part(logged, parts) == found
+    (picture,) = importance_pictures(model, parts)
+    assert all(title in picture.svg for title in found) and "mask head" not in picture.svg
+    assert importance_pictures(two_norms(nn.BatchNorm2d), parts) == []
 
 
 def test_capv_is_of_the_mean_of_the_product():

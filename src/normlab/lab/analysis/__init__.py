@@ -8,10 +8,10 @@ from .affine import Capv, Layer, Scale, capv, effective_affine, norm_layers
 from .components import Pca, activations, pca, representations
 from .explosion import Explosion, depth_limit, explosion_rate, gradient_explosion
 from .text import describe, table
-from .weights import Weights, average_importance, importance
+from .weights import Weights, average_importance, importance, importance_by_part
 
 __all__ = [
     "Capv", "Explosion", "Layer", "Pca", "Scale", "Weights", "activations", "average_importance", "capv",
-    "depth_limit", "describe", "effective_affine", "explosion_rate", "gradient_explosion", "importance", "norm_layers",
-    "pca", "representations", "table",
+    "depth_limit", "describe", "effective_affine", "explosion_rate", "gradient_explosion", "importance",
+    "importance_by_part", "norm_layers", "pca", "representations", "table",
 ]  # fmt: skip

@@ -82,8 +82,8 @@ def shade(pool: str, pools: Sequence[str]) -> str:
 
 
 @wrapped
-def importance(found: Importance, pools: Sequence[str]) -> str:
-    """Shares of the pools in the means and in the variances, a bar a layer."""
+def importance(found: Importance, pools: Sequence[str], bar: str = "layer") -> str:
+    """Shares of the pools in the means and in the variances, a bar a layer, or what else is named."""
     names = [short(name) for name in found.layers]
     left = 14 + 5.8 * max(map(len, names))
     each = 15 if len(names) <= 30 else 9
@@ -95,6 +95,8 @@ def importance(found: Importance, pools: Sequence[str]) -> str:
         offset = [0.0] * len(names)
         for pool, weights in shares.items():
             axes.barh(range(len(names)), weights, left=offset, height=0.78, color=shade(pool, pools), ec=PAPER, lw=0.8)
+            if bar != "layer" and weights[0] > 0.2:  # the page's key is of bars by layer
+                axes.text(offset[0] + weights[0] / 2, 0, pool, color=PAPER, fontsize=8, ha="center", va="center")
             offset = [o + w for o, w in zip(offset, weights, strict=True)]
         axes.set_xlim(0, 1)
         axes.set_ylim(len(names) - 0.4, -0.6)
@@ -106,7 +108,7 @@ def importance(found: Importance, pools: Sequence[str]) -> str:
         axes.set_title(title, loc="left", fontsize=10.5, color=MUTED, pad=6)
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
-    return svg(figure, f"Importance weights of {found.label} by layer, in the means and in the variances")
+    return svg(figure, f"Importance weights of {found.label} by {bar}, in the means and in the variances")
 
 
 def short(name: str, most: int = 16) -> str:
