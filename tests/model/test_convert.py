@@ -663,6 +663,59 @@ def test_frozen_batch_norm_stays_frozen():
     torch.testing.assert_close(out, undo(model)(x))
 
 
+def norm_with_values(layer: nn.Module) -> Any:
+    model: Any = small(layer)
+    for name, value in (*model[1].named_parameters(), *model[1].named_buffers()):
+        if value.is_floating_point():
+            nn.init.uniform_(value, 0.5, 2) if name in ("weight", "running_var") else nn.init.normal_(value)
+    return model.train()
+
+
+@pytest.mark.parametrize("to", ["batch", "switchable", "sandwich", "auxiliary", "group", nn.BatchNorm2d])
+def test_frozen_batch_norm_learns_again(to):
+    model = norm_with_values(FrozenBatchNorm2d(8))
+    x = torch.randn(4, 3, 8, 8)
+    expected = model.eval()(x)
+    options = {"num_classes": 3} if to == "sandwich" else {"num_groups": 4} if to == "group" else {}
+    convert(model, to, frozen=False, **options)
+    assert all(p.requires_grad for p in model[1].parameters())
+    before = {k: v.clone() for k, v in model[1].named_buffers()}
+    with routed(model, options, str(to)):
+        if to != "group":
+            torch.testing.assert_close(model(x), expected)
+            assert report(model).converted[0].kept == SAME_IN_EVALUATION and not report(model).notes
+        model.train()(x).square().sum().backward()
+    assert any(not v.equal(before[k]) for k, v in model[1].named_buffers()) == (to != "group")
+    assert all(p.grad is not None for n, p in model[1].named_parameters() if n == "weight")
+    torch.testing.assert_close(undo(model).eval()(x), expected)
+
+
+@pytest.mark.parametrize("to", ["batch", "switchable", nn.BatchNorm2d, FrozenBatchNorm2d])
+def test_batch_norm_is_frozen_by_conversion(to):
+    model = norm_with_values(nn.BatchNorm2d(8)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    convert(model, to, frozen=True)
+    torch.testing.assert_close(model(x), expected)
+    assert report(model).converted[0].kept == SAME_IN_EVALUATION
+    before = {k: v.clone() for k, v in model[1].named_buffers()}
+    torch.testing.assert_close(model.train()(x), expected)
+    assert all(v.equal(before[k]) for k, v in model[1].named_buffers())
+    assert not any(p.requires_grad for p in model[1].parameters()) and model[0].weight.requires_grad
+
+
+def test_frozen_batch_norm_of_torchvision_and_back():
+    model = norm_with_values(nn.BatchNorm2d(8)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    convert(convert(model, "batch", frozen=True), FrozenBatchNorm2d)
+    assert type(model[1]) is FrozenBatchNorm2d and report(model).converted[0].kept == SAME
+    torch.testing.assert_close(model(x), expected)
+    convert(model, "batch", frozen=False)
+    torch.testing.assert_close(model(x), expected)
+    assert model[1].weight.requires_grad and not torch.allclose(model.train()(x), expected, atol=1e-3)
+
+
 def test_instance_norm_in_place_of_batch_norm_tracks_nothing():
     model: Any = nn.Sequential(nn.BatchNorm2d(4))
     convert(model, "instance")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.messages import check_model, words
 from ..layers import Norm
+from ..statistics.running import Policy
 from .description import Plain, channels_at_end, hooks_of, is_batch_norm, is_norm, read
 from .optimizers import left_behind
 from .originals import Original, original_of, place_of
 from .report import Converted, Report, Skipped, nothing_to_convert, some
 from .residual import Blocks, residual_blocks
+from .scopes import frozen as freeze
 from .targets import LayerMaker
 from .walk import Chosen, Only, carry_hooks, named, put
 from .weights import normalize_weights, restore_weight
@@ -69,6 +72,7 @@ def convert(
     *,
     only: Only = None,
     keep: bool = True,
+    frozen: bool | None = None,
     verbose: bool = False,
     **options: Any,
 ) -> nn.Module:
@@ -85,6 +89,9 @@ def convert(
         keep: start out computing the same function, where the target can. False: parameters as constructed.
             ``last_gamma=True``, for switchable layers, needs False: the weights of those that end the branch of a
             residual block start at zero, so that the block starts as the identity, and no others.
+        frozen: True: the new layers normalize with running statistics, which stay, and their parameters do not learn,
+            as in torchvision's ``FrozenBatchNorm2d``. False: they learn, also those that replace frozen ones. None: as
+            the layers that they replace.
         verbose: print the report.
         options: arguments of the new layers, such as ``num_groups`` or ``num_classes``.
 
@@ -111,7 +118,10 @@ def convert(
         if isinstance(source, str):
             done.skipped.append(Skipped(names[0], type(module).__name__, source))
             continue
+        source = source if frozen is None else _frozen(source, frozen)
         new, kept, notes = maker(module, source, *place_of(module, model), id(module) in last)
+        if frozen:
+            freeze(new.requires_grad_(False))
         if channels_at_end(new) != channels_at_end(module):
             done.skipped.append(Skipped(names[0], type(module).__name__, _other_axis(module)))
             continue
@@ -148,6 +158,13 @@ def convert(
     if verbose:
         print(done)
     return model
+
+
+def _frozen(source: Plain, frozen: bool) -> Plain:
+    """The layer as if it had been frozen, or had not."""
+    policy = Policy("running", update=False) if frozen else Policy(guard=source.policy.guard)
+    same = policy.normalize_with == source.policy.normalize_with
+    return replace(source, policy=policy, frozen=frozenset(), trains=source.trains and same)
 
 
 def _blocks(model: nn.Module, keep: bool) -> Blocks:

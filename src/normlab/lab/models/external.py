@@ -19,7 +19,7 @@ from ...model.fixup import fixup
 from ...model.report import report
 from ...model.walk import named
 from ..errors import LabError
-from ..norms import NormSpec, freeze
+from ..norms import NormSpec
 from .common import Sized, load_weights
 
 __all__ = ["PREFIXES", "Repeat", "exchange_norms", "external", "library_network"]
@@ -84,7 +84,7 @@ def _with_norm(name: str, net: nn.Module, norm: NormSpec, keep: bool) -> tuple[n
     elif norm.name == "group" and "num_groups" not in dict(norm.options) and not any(map(_has_groups, found)):
         net = convert(net, _group(norm), keep=keep)
     elif norm.name == "frozen":
-        net = freeze(convert(net, "batch", keep=keep, **dict(norm.options)))
+        net = convert(net, "batch", keep=keep, frozen=True, **dict(norm.options))
     else:
         net = convert(net, norm.name, keep=keep, **dict(norm.options))
     left = [kind for _, kind, _ in report(net).skipped]
