@@ -19,12 +19,15 @@ __all__ = ["learning_rate", "load_optimizer", "optimizer_for", "optimizer_state"
 
 
 def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
-    """The learning rate in an epoch, counted from 0. ``part`` of it is done, which matters while the rate warms up.
+    """The learning rate in an epoch, counted from 0. ``part`` of it is done, which matters while the rate warms up and
+    for schedule "poly", the only one that changes within an epoch.
 
     >>> from normlab.lab import Settings
     >>> s = Settings(epochs=4, lr=1.0, schedule="step", milestones=(1, 3))
     >>> [learning_rate(s, e) for e in range(4)]
     [1.0, 0.1, 0.1, 0.010000000000000002]
+    >>> learning_rate(s.with_(schedule="poly", power=2.0), 1, 0.5)  # 3/8 are done
+    0.390625
     """
     if epoch < settings.warmup:
         return settings.lr * max(epoch + part, 1e-3) / settings.warmup
@@ -32,7 +35,10 @@ def learning_rate(settings: Settings, epoch: int, part: float = 0.0) -> float:
         return settings.lr
     if settings.schedule == "step":
         return settings.lr * settings.gamma ** sum(epoch >= m for m in settings.milestones)
-    done = (epoch - settings.warmup) / (settings.epochs - settings.warmup)
+    past = part if settings.schedule == "poly" else 0.0
+    done = (epoch + past - settings.warmup) / (settings.epochs - settings.warmup)
+    if settings.schedule == "poly":
+        return settings.lr_end + (settings.lr - settings.lr_end) * (1 - done) ** settings.power
     return settings.lr_end + (settings.lr - settings.lr_end) * 0.5 * (1 + math.cos(math.pi * done))
 
 

@@ -78,8 +78,11 @@ class Settings:
     nesterov: bool = _other(False, help="Nesterov's momentum")
     weight_decay: float = _number(5e-4, 0, help="weight decay")
     decay_all: bool = _other(True, help="decay every parameter; false: not norm layers, nor vectors")
-    schedule: str = _choice("cosine", "cosine", "constant", "step", help="learning rate over epochs")
-    lr_end: float = _number(0.0, 0, help="learning rate that schedule 'cosine' would end at")
+    schedule: str = _choice(
+        "cosine", "cosine", "constant", "step", "poly", help="learning rate over epochs; 'poly' falls step by step"
+    )
+    lr_end: float = _number(0.0, 0, help="learning rate that schedules 'cosine' and 'poly' would end at")
+    power: float = _number(0.9, 0, help="exponent of schedule 'poly'", above=True)
     milestones: tuple[int, ...] = _other((), help="epochs after which schedule 'step' multiplies by gamma")
     gamma: float = _number(0.1, 0, help="factor of schedule 'step'", above=True)
     warmup: int = _number(0, 0, help="first epochs over which the learning rate rises linearly, step by step")
@@ -105,7 +108,7 @@ class Settings:
 
     # These change the speed and no number, so they do not tell runs apart.
     NEUTRAL: ClassVar[frozenset[str]] = frozenset({"capture"})
-    LATER: ClassVar[frozenset[str]] = frozenset({"lr_end", "sync_norm", "task"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"lr_end", "power", "sync_norm", "task"})
 
     def __post_init__(self) -> None:
         for spec in fields(self):

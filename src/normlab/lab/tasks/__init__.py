@@ -50,7 +50,7 @@ __all__ = [
 
 # Modules of this package that define `TASK`.
 TASKS: tuple[str, ...] = (
-    "classification", "finetune", "few_shot", "adaptation", "generation", "style", "search",
+    "classification", "finetune", "few_shot", "adaptation", "generation", "style", "search", "segmentation",
 )  # fmt: skip
 
 
