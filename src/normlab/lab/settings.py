@@ -141,6 +141,8 @@ class Settings:
     @classmethod
     def of(cls, task: str = "classification", **changes: Any) -> Settings:
         """The defaults of a task, with changes."""
+        # One of the defaults among the options gives way to the same one in a table of options.
+        changes |= {OWN + k: v for k, v in dict(changes.pop("options", ())).items()}
         if task == cls.task:
             return cls().with_(**changes)
         from .tasks import short_name

@@ -36,8 +36,9 @@ class Segmentation(Task):
     samples = "images"
     minutes = 2.0
     defaults: ClassVar[Mapping[str, Any]] = {
-        "model": "fcn", "data": SCENES[0], "size": 64, "train_size": 400, "test_size": 100, "epochs": 6,
-        "batch_size": 8, "lr": 0.02, "weight_decay": 1e-4, "schedule": "poly", "options.stride": 4,
+        "model": "fcn", "data": SCENES[0], "size": 48, "width": 8, "train_size": 600, "test_size": 100, "epochs": 8,
+        "batch_size": 8, "optimizer": "adam", "lr": 5e-3, "weight_decay": 1e-4, "schedule": "poly",
+        "options.stride": 4, "options.smallest": 0.9, "options.largest": 1.1,
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {
         "norm": ("batch(ghost=2)", "batch", "group(4)", "switchable", "batch_group(4)"), "seed": (0, 1)
@@ -233,10 +234,11 @@ def _grids(sizes: Tensor, padded: Sequence[int], crop: tuple[int, int], scale: T
         at = torch.arange(crop[k]) + 0.5 + (place[k] * free)[:, None]  # in pixels of the scaled image
         if k == 1:
             at = torch.where(flip[:, None], at.flip(1), at)
-        inside = at / scale[:, None]
-        # What lies beyond the image is beyond the padding too.
-        beyond = (inside < 0) | (inside > sizes[:, k, None])
-        axes.append(torch.where(beyond, torch.full_like(inside, -10.0 * padded[k]), inside) * 2 / padded[k] - 1)
+        inside, last = at / scale[:, None], sizes[:, k, None]
+        # Half a pixel at the border is the pixel's own colour; what lies beyond the image is beyond its padding too.
+        seen = inside.clamp(torch.full_like(last, 0.5, dtype=inside.dtype), last - 0.5)
+        far = torch.full_like(inside, -10.0 * padded[k])
+        axes.append(torch.where((inside < 0) | (inside > last), far, seen) * 2 / padded[k] - 1)
     rows, columns = axes
     return torch.stack([columns[:, None].expand(-1, crop[0], -1), rows[:, :, None].expand(-1, -1, crop[1])], 3)
 

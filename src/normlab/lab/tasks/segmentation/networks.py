@@ -165,10 +165,8 @@ def _resnet(name: str, classes: int, depth: int, width: int, stride: int, aux: b
     kind = type("Slim", (_Slim,), {"slim": width})
     # A stage that would halve its maps has dilation instead, from the last stage on.
     dilated = [stride <= 4, stride <= 8, stride <= 16]
-    try:
-        body = kind(resnet.Bottleneck, _BLOCKS[depth], replace_stride_with_dilation=dilated)
-    except (ZeroDivisionError, ValueError, RuntimeError) as error:
-        raise LabError(f"a ResNet of width {width} cannot be made: {error}.") from error
+    # One class, for the classifier is not used and would be larger than a narrow network.
+    body = kind(resnet.Bottleneck, _BLOCKS[depth], 1, replace_stride_with_dilation=dilated)
     if stride == 2:
         body.maxpool = nn.Identity()  # type: ignore[assignment]
     layers = {"layer4": "out"} | ({"layer3": "aux"} if aux else {})
@@ -178,7 +176,7 @@ def _resnet(name: str, classes: int, depth: int, width: int, stride: int, aux: b
 
 
 def _mobilenet(classes: int, percent: int) -> nn.Module:
-    body = models.mobilenet_v3_small(width_mult=percent / 100, dilated=True).features
+    body = models.mobilenet_v3_small(width_mult=percent / 100, dilated=True, num_classes=1).features
     strided = [0, *(i for i, b in enumerate(body) if getattr(b, "_is_cn", False)), len(body) - 1]
     low, high = strided[-4], strided[-1]
     backbone = IntermediateLayerGetter(body, return_layers={str(low): "low", str(high): "high"})

@@ -169,8 +169,8 @@ def _of_folder(path: Path, size: int, train: int, test: int, tested: str, classe
     if tested not in found:
         tested = "val" if tested == "test" and "val" in found else tested
     if lacks := [part for part in ("train", tested) if part not in found]:
-        raise LabError(f"{path} has no part {lacks[0]!r}; it has {words(list(found)) or 'none that is known'}. "
-                       f"{_LAYOUTS}")  # fmt: skip
+        there = words(list(found)) if found else "no known part"
+        raise LabError(f"{path} has no part {lacks[0]!r}; it has {there}. {_LAYOUTS}")
     chosen = {"train": _spread(found["train"], train, "training"), "test": _spread(found[tested], test, "test")}
     sizes = {part: [_checked_size(pair, size) for pair in pairs] for part, pairs in chosen.items()}
     names, table = _classes(path, classes, ignore, usual, chosen)
