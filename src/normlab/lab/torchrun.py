@@ -168,7 +168,7 @@ def _said_by_another(store: Any) -> int | None:
         # before, torchrun ends this one, which waits.
         store.wait(["normlab/code"], _PATIENCE)
         return int(store.get("normlab/code"))
-    except RuntimeError:  # the store is gone, and the one that failed first with it
+    except (RuntimeError, KeyboardInterrupt):  # the store is gone with the one that failed first, or torchrun ends this
         return 1
 
 
