@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from processes import forking
+
 if not torch.cuda.is_available():  # before the kernels are defined: they then run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -253,6 +255,13 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from normlab.lab import study
 
     monkeypatch.setattr(study, "crew_for", lambda place, processes, runs: None)
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Where a new interpreter is not the point: what starts Python gets a process that has imported torch already."""
+    with forking():
+        yield
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ def refused(answer, *words):
         assert word in err
 
 
+@pytest.mark.usefixtures("forked")
 def test_compare_writes_results_and_a_page(normlab, tmp_path):
     code, out, err = normlab("compare", "--norms", "none,layer", "--seeds", "1", "--measure", "clean,noise", "--out",
                              "study", "--lr", "0.1,0.01", *SMALL)  # fmt: skip
@@ -384,6 +385,7 @@ def test_too_little_memory_is_a_sentence(normlab, monkeypatch, error):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
 @pytest.mark.parametrize("arguments", [("report", "RUN", "--format", "csv"), ("reproduce", "--list"), ("-h",)])
+@pytest.mark.usefixtures("forked")
 def test_a_full_device_as_output_is_a_sentence(trained, arguments):
     asked = [str(trained.folder) if a == "RUN" else a for a in arguments]
     with open("/dev/full", "w") as full:
@@ -408,7 +410,7 @@ sys.meta_path.insert(0, Interrupts())
 """
 
 
-@pytest.mark.parametrize("name", ["torch", "normlab.layers", "normlab.lab.errors", "typer", "normlab.lab.study"])
+@pytest.mark.parametrize("name", ["torch", "typer", "normlab.lab.study"])
 def test_an_interruption_in_the_first_second_shows_no_traceback(tmp_path, name):
     (tmp_path / "sitecustomize.py").write_text(EARLY.format(name=name))
     paths = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
@@ -460,6 +462,7 @@ def test_lists_of_the_command_line():
     assert seeds_of("3") == [0, 1, 2] and seeds_of("2,") == [2] and seeds_of("4,0") == [4, 0]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_terminal_shows_the_final_table_as_it_grows_and_the_time_left(tmp_path):
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     base = Settings(data="digits", model="linear", epochs=2, train_size=100, test_size=50, batch_size=50)

@@ -255,6 +255,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.usefixtures("forked")
 def test_kill_9_loses_at_most_the_current_epoch(tmp_path, moment):
     where, what, count, after = MOMENTS[moment]
     folder, tests = tmp_path / "run", os.path.dirname(__file__)

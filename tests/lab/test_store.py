@@ -65,6 +65,7 @@ def test_what_json_cannot_say_is_null(tmp_path):
     assert store.read_lines(path) == [{"loss": None, "curve": [1.0, None], "n": 3}]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_full_disk_is_a_sentence_and_changes_nothing(tmp_path):
     """/dev/full refuses every byte as a full disk does; a limit on file sizes cuts a longer write in the middle."""
     if os.path.exists("/dev/full"):
@@ -122,6 +123,7 @@ store.write_atomic({path!r}, "new")
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_stays(tmp_path):
     path = tmp_path / "last.safetensors"
     killed = WRITES.format(path=str(path), end="os.kill(os.getpid(), signal.SIGKILL)")

@@ -19,7 +19,7 @@ from normlab import lab
 from normlab.lab import LabError, Settings, Study, Watcher, read_results, run_study, workers
 from normlab.lab import study as study_module
 from normlab.lab.grid import DEFAULT, default_folder, make_study
-from processes import LAST_RESORT, filled_once
+from processes import LAST_RESORT, filled_once, forking
 
 TINY = Settings(
     data="digits", model="mlp", depth=2, width=8, epochs=2, batch_size=50, train_size=200, test_size=100, lr=0.1
@@ -42,7 +42,8 @@ def accuracies(folder):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A study that was run once for all tests, copied for those of one process: some of them lock it."""
-    shared = filled_once(tmp_path_factory, "finished-study", lambda folder: run_study(tiny(folder / "study")))
+    with forking():
+        shared = filled_once(tmp_path_factory, "finished-study", lambda folder: run_study(tiny(folder / "study")))
     return read_results(shutil.copytree(shared / "study", tmp_path_factory.mktemp("own") / "study"))
 
 
@@ -256,6 +257,7 @@ def test_axes_are_checked():
     assert len(Study(TINY, {"seed": [1, 1, 2]}).grid()) == 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path, monkeypatch):
     """Once with two workers, both of which end, then with one at a time."""
 
@@ -283,6 +285,7 @@ def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path, mo
     assert len(lines(tmp_path)) == 8
 
 
+@pytest.mark.usefixtures("forked")
 def test_kill_9_and_the_same_command_again(finished, tmp_path):
     """Killed as it has written the third result. Its workers see that it is gone, and end."""
     folder, tests = tmp_path / "study", os.path.dirname(__file__)

@@ -42,7 +42,7 @@ SMALL = (
     "--width",
     "4",
 )
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked")
 
 
 # A second, real task ------------------------------------------------------------------------------------------------

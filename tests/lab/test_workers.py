@@ -5,7 +5,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from normlab.lab import LabError, Settings, Watcher, mps, workers
 from normlab.lab.reproduce import run
 from normlab.lab.store import locked
 from normlab.lab.workers import Crew, crew_for, longest_first, run_jobs, threads_for
+from processes import Forked
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = Settings(data="digits", epochs=1, train_size=60, test_size=30)
@@ -75,6 +75,7 @@ def test_long_runs_begin_first_within_a_seed():
     assert [(s.seed, s.batch_size) for s in longest_first(cells)] == [(0, 8), (0, 64), (1, 8), (1, 64)]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_reproduction_in_several_processes(tmp_path):
     """The same cells as one after the other, and nothing twice; a cell that another process is at is left to it."""
     watch = Teller()
@@ -93,6 +94,21 @@ def test_a_reproduction_in_several_processes(tmp_path):
         run("batch-group-table5", tmp_path / "other", processes=2, **asked)
     assert len(watch.trained) == 11
     assert [n for n in watch.notes if taken in n and "left to it" in n]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Number and environment of each worker that is started."""
+    seen = []
+
+    class Noted(Forked):
+        def __init__(self, command, *, env=None, **more):
+            super().__init__(command, env=env, **more)
+            if "normlab.lab.workers" in command:
+                seen.append((self.pid, env))
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    return seen
 
 
 CONTROL = """#!/bin/sh
@@ -137,6 +153,7 @@ def jobs_in(folder):
 
 
 @pytest.mark.parametrize("serves", [True, False])
+@pytest.mark.usefixtures("forked")
 def test_processes_that_share_a_gpu_have_a_daemon_for_as_long(tmp_path, control, serves):
     asked = control(list_="echo 123" if serves else "true")
     watch, records = Teller(), []
@@ -198,6 +215,7 @@ def test_a_daemon_that_does_not_end_is_told_of(control):
     assert len(watch.notes) == 1 and "did not end" in watch.notes[0]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_folder_that_others_share_has_each_record_once(tmp_path):
     """Whoever has the lock looks again, and writes before letting go of it."""
     job = jobs_in(tmp_path)[0] | {"keep": True}
@@ -207,6 +225,7 @@ def test_a_folder_that_others_share_has_each_record_once(tmp_path):
     assert told == ["clean"] and len((tmp_path / "none" / "results.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_last_cell_that_is_left_has_the_numbers_it_would_have_had(tmp_path):
     asked = {"scale": "smoke", "device": "cpu", "processes": 2}
     first = run("batch-group-table5", tmp_path, **asked)
@@ -237,22 +256,15 @@ def test_what_else_a_worker_may_say(tmp_path, monkeypatch, code, said):
     assert len(records) == (said is None)
 
 
-def test_workers_that_share_take_a_launch_for_each_pass(tmp_path, control):
+def test_workers_that_share_take_a_launch_for_each_pass(tmp_path, control, started):
     """Programs that wait for each other must all be running, which others on the GPU may prevent."""
     control()
-    seen = tmp_path / "seen"
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import os\nopen({str(seen)!r}, 'a').write(os.environ.get('NORMLAB_LAUNCHES', '-') + '\\n')\n"
-    )
-    sys.path.insert(0, str(tmp_path))
-    try:
-        run_jobs(jobs_in(tmp_path)[:1], Crew(2, 1, ("cpu:0",)), Watcher(), lambda *_: None)
-        run_jobs(jobs_in(tmp_path)[1:], Crew(2, 1), Watcher(), lambda *_: None)
-    finally:
-        sys.path.remove(str(tmp_path))
-    assert seen.read_text().split() == ["several", "-"]
+    run_jobs(jobs_in(tmp_path)[:1], Crew(2, 1, ("cpu:0",)), Watcher(), lambda *_: None)
+    run_jobs(jobs_in(tmp_path)[1:], Crew(2, 1), Watcher(), lambda *_: None)
+    assert [env.get("NORMLAB_LAUNCHES", "-") for _, env in started] == ["several", "-"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_runs_on_several_cores_are_those_of_one_process_with_as_many_threads(tmp_path):
     """Workers change nothing but the time: a study of one run at a time has the same numbers."""
     wanted = {"epochs": 1, "train_size": 60, "test_size": 30, "data": "digits"}
@@ -271,7 +283,7 @@ def test_runs_on_several_cores_are_those_of_one_process_with_as_many_threads(tmp
         assert one.records[0]["values"]["accuracy"] == own.records[0]["values"]["accuracy"]
 
 
-def test_what_stops_a_worker_is_said(tmp_path):
+def test_what_stops_a_worker_is_said(tmp_path, started):
     job = {"home": str(tmp_path / "a"), "measure": [], "root": None, "tensorboard": False}
     wrong = Settings(data="digits", model="nope", epochs=1).values()
     with pytest.raises(LabError, match="there is no model 'nope'"):
@@ -281,11 +293,7 @@ def test_what_stops_a_worker_is_said(tmp_path):
 
     class Kill(Watcher):
         def run(self, settings, *, done_epochs):
-            children = subprocess.run(
-                ["pgrep", "-P", str(os.getpid()), "-f", "workers"], capture_output=True, text=True
-            )
-            for child in children.stdout.split():
-                os.kill(int(child), signal.SIGKILL)
+            os.kill(started[-1][0], signal.SIGKILL)
 
     job |= {"home": str(tmp_path / "b"), "settings": TINY.with_(epochs=100_000).values()}
     with pytest.raises(LabError, match=r"was killed from outside.* the same command again goes on"):
