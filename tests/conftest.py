@@ -42,6 +42,10 @@ SLOW = {
         "test_a_terminal_shows_the_final_table_as_it_grows_and_the_time_left",
         "test_a_full_device_as_output_is_a_sentence",
     ),
+    "lab/test_detection.py": (
+        "test_compared_resumed_and_applied_from_the_command_line",
+        "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
+    ),
     "lab/test_few_shot.py": (
         "test_fit_from_python_learns_and_resumes", "test_compare_apply_and_evaluate",
         "test_letters_are_in_the_package_and_always_the_same", "test_the_head_is_found_and_cut",

@@ -29,7 +29,7 @@ from .loop import arithmetic, fit
 from .results import Results, Row, Run, differences, read_results, read_run
 from .run_state import allocating, described, load_weights
 from .seeds import generator
-from .settings import Settings
+from .settings import NAMES, Settings
 from .store import append_line, clear_partial, load_checkpoint, locked, read_records, write_atomic
 from .tasks import TASKS, Context, Source, like, task_of
 from .tasks import task as task_by_name
@@ -362,7 +362,8 @@ def measured(
 def data_key(settings: Settings) -> tuple[Any, ...]:
     """The settings that :func:`load_data` reads."""
     task = task_of(settings)
-    own = (getattr(task.chosen(settings), name) for name in task.loads) if task.loads else ()
+    chosen = task.chosen(settings) if task.loads else None
+    own = (getattr(settings if name in NAMES else chosen, name) for name in task.loads)
     return settings.task, settings.data, settings.size, settings.train_size, settings.test_size, *own
 
 

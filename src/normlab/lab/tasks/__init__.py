@@ -51,6 +51,7 @@ __all__ = [
 # Modules of this package that define `TASK`.
 TASKS: tuple[str, ...] = (
     "classification", "finetune", "few_shot", "adaptation", "generation", "style", "search", "segmentation",
+    "detection",
 )  # fmt: skip
 
 
@@ -213,7 +214,7 @@ class Task:
 
     # Settings of its own: `--steps 5`, compare(task=..., steps=[1, 5]). None: --options takes anything.
     options: ClassVar[Mapping[str, Option] | None] = None
-    loads: ClassVar[tuple[str, ...]] = ()  # those of its options that load() reads
+    loads: ClassVar[tuple[str, ...]] = ()  # those of its options, or further settings, that load() reads
 
     metrics: ClassVar[Mapping[str, Metric]] = {}  # what evaluate() returns; the first chooses the best epoch
     measurements: ClassVar[Mapping[str, Measure]] = {}  # besides "test"

@@ -53,7 +53,7 @@ class Style(Task):
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {
         "norm": ("adaptive_instance", "sandwich_adaptive_instance", "meta(style=True)"), "seed": (0, 1),
     }  # fmt: skip
-    loads = ("encoder", "styles", "resize")
+    loads = ("model", "encoder", "styles", "resize")
     options: ClassVar[Mapping[str, Option] | None] = {
         "encoder": Option(RANDOM, "fixed network that measures content and style: random (filters), vgg19 "
                           "(torchvision's), or a file of VGG weights"),
