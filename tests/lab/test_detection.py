@@ -239,7 +239,9 @@ def test_boxes_are_drawn_where_they_are() -> None:
 # Data sets -----------------------------------------------------------------------------------------------------------
 
 
-def voc(path: Path, things: Mapping[str, Sequence[tuple[str, tuple[float, ...]]]], size: tuple[int, int] = (96, 64)) -> Path:
+def voc(
+    path: Path, things: Mapping[str, Sequence[tuple[str, tuple[float, ...]]]], size: tuple[int, int] = (96, 64)
+) -> Path:
     """A folder in Pascal VOC's layout, images of width 96 and height 64."""
     for folder in ("JPEGImages", "Annotations"):
         (path / folder).mkdir(parents=True, exist_ok=True)
