@@ -3,8 +3,10 @@
     normlab reproduce vulnerability-table6 --full --device cuda --out runs/table6
     python benchmarks/reproductions.py runs/table6 ... --out benchmarks/reproductions.csv
 
-Rows of tables that are not among the folders stay as they are. Without folders nothing is done: at the papers' scale
-these are hours of trainings.
+A row has every seed's value, the epochs that the paper's scale has and those that were trained, and where it was made;
+``clean_tree`` says whether the library was as in the commit. Rows of tables that are not among the folders stay as they
+are; the oldest have no values of single seeds. Without folders nothing is done: at the papers' scale these are hours of
+trainings.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def scale_of(found: dict[str, Any]) -> str:
-    epochs = found.get("epochs")  # where others were asked for than the scale has
-    return found["scale"] + (f", {epochs} epochs" if epochs else "")
+def epochs_of(found: dict[str, Any]) -> dict[str, str]:
+    """Those that the scale has, and those that were trained where others were asked for."""
+    usual = found["epochs_asked"]
+    done = [found["epochs"]] if found["epochs"] and usual else usual
+    return {k: " ".join(map(str, v)) for k, v in (("epochs_asked", usual), ("epochs_done", done))}
 
 
 def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
@@ -36,6 +40,7 @@ def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
     usual = devices[0][0] if devices else "CPU"
     record = next((r for r in records if r.get("device", "CPU") == usual), {})
     place = machine(device or usual, commit)
+    place["clean_tree"] = "no" if str(place["commit"]).endswith("+") else "yes"
     comparisons = [json.loads(file.read_text()) for file in sorted(folder.glob("comparison*.json"))]
     if not comparisons:
         raise SystemExit(f"{folder} holds no comparison.json of `normlab reproduce`")
@@ -44,7 +49,9 @@ def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
     return [
         {"table": found["name"], "part": part["title"], "row": row["label"], "column": row["column"],
          "paper": rounded(row["paper"]), "paper_error": rounded(row["paper_error"]), "ours": rounded(row["mean"]),
-         "error": rounded(row["error"]), "n": row["n"], "scale": scale_of(found)} | place
+         "error": rounded(row["error"]), "n": row["n"],
+         "values": " ".join(str(rounded(v)) for v in row["values"]), "scale": found["scale"],
+         "instead": found["instead"]} | epochs_of(found) | place
         for found in comparisons
         for part in found["comparisons"]
         for row in part["rows"]

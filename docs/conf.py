@@ -15,6 +15,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
 
 sys.path.insert(0, str(Path(__file__).parent))
+from papers import fill_page, write_papers
 from tables import write_tables_of_normalizers
 
 from pictures import write_pictures
@@ -174,42 +175,6 @@ def write_lab(app: Any) -> None:
     write(app, "lab", [columns, *([r[c] for c in columns] for r in rows)])
 
 
-def write_reproductions(app: Any) -> None:
-    """The papers' tables beside ours, from benchmarks/reproductions.csv: one table for each part."""
-    rows = results("reproductions")
-    lines = []
-    for table in dict.fromkeys(r["table"] for r in rows):
-        for part in dict.fromkeys(r["part"] for r in rows if r["table"] == table):
-            mine = [r for r in rows if (r["table"], r["part"]) == (table, part)]
-            columns = list(dict.fromkeys(r["column"] for r in mine))
-            cells = {(r["row"], r["column"]): r for r in mine}
-            first = mine[0]
-            scale, _, epochs = first["scale"].partition(", ")
-            trained = f", {epochs}" if epochs else ""
-            about = f"`{table}`, {scale} scale{trained}, {first['device']}, n = {first['n']}."
-            lines += [
-                f"**{part}**, paper / ours. {about}",
-                "",
-                f"| | {' | '.join(columns)} |",
-                "|---" * (len(columns) + 1) + "|",
-            ]
-            for row in dict.fromkeys(r["row"] for r in mine):
-                shown = (_beside(cells.get((row, column))) for column in columns)
-                lines.append(f"| {row} | {' | '.join(shown)} |")
-            lines.append("")
-    (Path(app.srcdir) / "generated" / "reproductions.md").write_text("\n".join(lines))
-
-
-def _beside(cell: dict[str, str] | None) -> str:
-    def value(mean: str, error: str) -> str:
-        if not mean:
-            return "-"
-        digits = 2 if abs(float(mean)) >= 10 else 3
-        return f"{float(mean):.{digits}f}" + (f" ± {float(error):.{digits}f}" if error else "")
-
-    return "" if cell is None else f"{value(cell['paper'], cell['paper_error'])} / {value(cell['ours'], cell['error'])}"
-
-
 def mathml(node: nodes.Element, *, as_block: bool) -> str:
     """A formula as MathML, which browsers show by themselves. Sphinx's own renderers need a network or LaTeX."""
     # A prime beside its letter: as a superscript, fonts without mathematical glyphs make it too small to see.
@@ -233,6 +198,7 @@ def visit_block(translator: Any, node: nodes.Element) -> None:
 
 def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
-    writers = (write_tables, write_gpu, write_cpu, write_lab, write_reproductions)
-    for write_one in (*writers, write_pictures, write_tables_of_normalizers):
+    writers = (write_tables, write_gpu, write_cpu, write_lab, write_papers, write_pictures, write_tables_of_normalizers)
+    for write_one in writers:
         app.connect("builder-inited", write_one)
+    app.connect("source-read", fill_page)

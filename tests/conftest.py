@@ -81,6 +81,7 @@ SLOW = {
         "test_training_lowers_both_losses_and_the_strength_is_measured",
     ),
     "lab/test_tasks.py": (),
+    "lab/test_verdicts.py": ("test_every_entry_has_a_plan",),
     "lab/test_workers.py": (),
     "layers/test_masks.py": ("test_gradients_of_gradients",),
     "layers/test_modes_of_torch.py": (

@@ -534,11 +534,12 @@ def report(
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="Table or figure, as --list names them.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="What can be reproduced.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="At the paper's scale.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="At the paper's scale, or as near as --list says.")] = False,
     out: Out = None,
     seeds: ItsSeeds = None,
     only: Annotated[str | None, typer.Option(help="Compute only these cells: norm=batch,seed=1.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Train so many epochs; the table says so.", min=1)] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what it costs: runs, minutes here, disk.")] = False,
     weights: Pretrained = None, images: Photographs = None,
     device: Device = None, processes: Processes = None, root: Root = None, download: Download = False,
 ) -> None:  # fmt: skip
@@ -550,12 +551,16 @@ def reproduce(
         typer.echo(papers.listing())
         return
     folder = out or Path("runs") / (f"{name}-full" if full else name)
-    outcome = papers.run(
-        name, folder, full=full, device=device, data_root=root, download=download,
-        progress=Lines(_console(), [], [], _trained_how),
-        seeds=None if seeds is None else seeds_of(seeds), only=papers.parse_only(only) if only else None,
-        weights=weights, images=images, epochs=epochs, processes=processes,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "full": full, "device": device, "data_root": root, "download": download,
+        "progress": Lines(_console(), [], [], _trained_how),
+        "seeds": None if seeds is None else seeds_of(seeds), "only": papers.parse_only(only) if only else None,
+        "weights": weights, "images": images, "epochs": epochs, "processes": processes,
+    }  # fmt: skip
+    if plan:
+        typer.echo(str(papers.plan(name, folder, **given)))
+        return
+    outcome = papers.run(name, folder, **given)
     typer.echo(str(outcome))
     for path in (*outcome.figures, *([outcome.report] if outcome.report else [])):
         typer.echo(path)

@@ -260,6 +260,7 @@ class ComparisonRow:
     error: float | None
     n: int
     paper_error: float | None = None
+    values: tuple[float, ...] = ()  # of each seed, where ours is their mean
 
     @property
     def difference(self) -> float | None:

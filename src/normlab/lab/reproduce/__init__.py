@@ -8,26 +8,28 @@ standard error.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...engine.messages import nearest
+from ...engine.messages import nearest, words
 from ..errors import LabError
 from ..store import finite, write_atomic
 from ..study import versions
 from ..workers import check_processes
 from .base import Context, Entry, Outcome, Scale, as_text
 from .grid import check_only
+from .verdicts import judge
 
 if TYPE_CHECKING:
     from ..watcher import Watcher
+    from .costs import Plan
 
-__all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "listing", "parse_only", "run"]
+__all__ = ["Context", "Entry", "Outcome", "as_text", "entries", "incomparable", "listing", "parse_only", "plan", "run"]
 
 # Modules of this package with ENTRIES, by the paper's short name.
 PAPERS = ("vulnerability", "weak_augment", "sandwich", "batch_group", "switchable")
@@ -46,7 +48,8 @@ def listing() -> str:
     width = max(40, get_terminal_size((100, 24)).columns - names - len("  minutes  "))
     lines = [f"{'name':{names}}  minutes  what"]
     for e in known:
-        texts = (("", e.what), ("default: ", e.default), ("--full:  ", e.full))
+        instead = f" (not the paper's setting: {e.instead})" if e.instead else ""
+        texts = (("", e.what), ("default: ", e.default), ("--full:  ", e.full + instead))
         own = [line for what, text in texts for line in wrap(what + text, width, subsequent_indent=" " * len(what))]
         lines.append(f"{e.name:{names}}  {e.minutes:7g}  {own[0]}")
         lines += [f"{'':{names}}  {'':7}  {line}" for line in own[1:]]
@@ -84,6 +87,36 @@ def run(
         epochs: epochs to train instead of the scale's. Milestones move in proportion, and the comparison says so.
         processes: how many cells to train at once, on all GPUs if there are several.
     """
+    entry, ctx = _asked(
+        name, folder, full=full, device=device, data_root=data_root, download=download, progress=progress, seeds=seeds,
+        only=only, weights=weights, images=images, capture=capture, epochs=epochs, processes=processes, scale=scale,
+    )  # fmt: skip
+    outcome = entry.run(ctx)
+    if only:
+        check_only(ctx, name)
+    if epochs is not None:
+        said = (
+            f" Trained for {epochs} epoch{'s' * (epochs != 1)}, as asked, and not for those of the scale; warm-up and "
+            "steps of the learning rate are moved in proportion."
+        )
+        outcome = replace(outcome, comparisons=[replace(c, note=c.note + said) for c in outcome.comparisons])
+    return _written(entry, ctx, _judged(entry, ctx, outcome))
+
+
+def plan(name: str, folder: str | Path, **given: Any) -> Plan:
+    """What :func:`run` with the same arguments would train: runs, minutes on this device, disk. Nothing is kept."""
+    from .costs import plan as made
+
+    return made(*_asked(name, folder, **given))
+
+
+def _asked(
+    name: str, folder: str | Path, *, full: bool = False, device: str | None = None,
+    data_root: str | Path | None = None, download: bool = False, progress: Watcher | None = None,
+    seeds: int | Sequence[int] | None = None, only: Mapping[str, str] | None = None, weights: str | Path | None = None,
+    images: str | Path | None = None, capture: bool | None = None, epochs: int | None = None,
+    processes: int | None = None, scale: Scale | None = None,
+) -> tuple[Entry, Context]:  # fmt: skip
     known = entries()
     if name not in known:
         raise LabError(f"there is no reproduction {name!r}; {nearest(name, known)}")
@@ -98,16 +131,26 @@ def run(
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
     check_processes(processes)
-    outcome = known[name].run(ctx)
-    if only:
-        check_only(ctx, name)
-    if epochs is not None:
-        said = (
-            f" Trained for {epochs} epoch{'s' * (epochs != 1)}, as asked, and not for those of the scale; warm-up and "
-            "steps of the learning rate are moved in proportion."
-        )
-        outcome = replace(outcome, comparisons=[replace(c, note=c.note + said) for c in outcome.comparisons])
-    return _written(known[name], ctx, outcome)
+    return known[name], ctx
+
+
+def _judged(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
+    instead = entry.instead if outcome.instead is None else outcome.instead
+    why = incomparable(entry, ctx.scale, ctx.usual, {ctx.epochs} if ctx.epochs else ctx.usual, instead)
+    return replace(outcome, instead=instead, judged=judge(outcome.comparisons, why))
+
+
+def incomparable(entry: Entry, scale: str, asked: Iterable[int], done: Iterable[int], instead: str) -> str:
+    """Why levels of a run cannot be compared with the paper's; empty if they can."""
+    if scale != "full":
+        return f"the default scale, {entry.default}"
+    if set(done) != set(asked):
+        instead = f"{_numbers(done)} epochs in place of {_numbers(asked)}" + (f", and {instead}" if instead else "")
+    return instead
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return words(map(str, sorted(values)))
 
 
 def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
@@ -116,7 +159,9 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
 
     folder, suffix = ctx.folder, ctx.suffix
     about = {
-        "name": entry.name, "source": entry.source, "scale": ctx.scale, "epochs": ctx.epochs, "versions": versions(),
+        "name": entry.name, "source": entry.source, "scale": ctx.scale, "epochs": ctx.epochs,
+        "epochs_asked": sorted(ctx.usual), "instead": outcome.instead, "verdict": str(outcome.judged),
+        "versions": versions(),
         "comparisons": [asdict(c) for c in outcome.comparisons], "figures": [f.name for f in outcome.figures],
     }  # fmt: skip
     text = json.dumps(finite(about), indent=1, ensure_ascii=False) + "\n"

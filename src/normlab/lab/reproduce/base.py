@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +16,7 @@ from ..errors import LabError
 from ..report.view import Comparison, ComparisonRow
 from ..store import finite, read_json, write_atomic
 from .figures import Value
+from .verdicts import Judged, printed, rounded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
     from ..watcher import Watcher
 
 __all__ = [
-    "Context", "Entry", "Outcome", "Scale", "as_text", "compared", "recalled", "remember", "save_figure",
+    "Context", "Entry", "Outcome", "Scale", "Unplanned", "as_text", "compared", "planning", "recalled", "remember",
+    "save_figure",
 ]  # fmt: skip
 
 Scale = Literal["default", "full", "smoke"]  # smoke: a few images and one epoch, to see that everything runs
@@ -49,6 +53,8 @@ class Context:
     processes: int | None = None  # cells that are trained at once; None: one
     entry: str | None = None  # by name
     asked: list[Settings] = field(default_factory=list)  # every cell that ``only`` was asked about
+    usual: set[int] = field(default_factory=set)  # epochs that the scale has
+    planned: dict[Settings, list[str]] | None = None  # with a plan, cells and their measurements; nothing is computed
 
     @property
     def suffix(self) -> str:
@@ -85,9 +91,12 @@ class Outcome:
     figures: list[Path] = field(default_factory=list)  # PNG; an SVG of the same name lies beside each
     results: Results | None = None  # of trainings
     report: Path | None = None
+    instead: str | None = None  # as of an entry, where data that were given make it another
+    judged: Judged | None = None
 
     def __str__(self) -> str:
-        return "\n\n".join(as_text(c) for c in self.comparisons)
+        verdict = [] if self.judged is None else [f"Verdict: {self.judged}."]
+        return "\n\n".join([*map(as_text, self.comparisons), *verdict])
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ class Entry:
     minutes: float  # of the default scale on two cores
     full: str  # the paper's scale in words
     run: Callable[[Context], Outcome]
+    instead: str = ""  # what the full scale has in place of the paper's setting, so that levels cannot be compared
 
 
 # --- ours beside the paper's ----------------------------------------------------------------------------------------
@@ -113,6 +123,7 @@ def compared(label: str, column: str, paper: Value | None, values: Sequence[floa
     mean, error, n = cell(values)
     return ComparisonRow(
         label, column, None if paper is None else paper.mean, mean, error, n, None if paper is None else paper.error,
+        tuple(values),
     )  # fmt: skip
 
 
@@ -123,29 +134,39 @@ def as_text(comparison: Comparison) -> str:
     columns = list(dict.fromkeys(r.column for r in comparison.rows))
     labels = list(dict.fromkeys(r.label for r in comparison.rows))
     cells = {(r.label, r.column): r for r in comparison.rows}
-    printed = {c: any(r.paper is not None for r in comparison.rows if r.column == c) for c in columns}
-    head = ["", *(h for c in columns for h in ([f"{c}: paper", "ours"] if printed[c] else [c])), "n"]
+    shown = {c: any(r.paper is not None for r in comparison.rows if r.column == c) for c in columns}
+    head = ["", *(h for c in columns for h in ([f"{c}: paper", "ours"] if shown[c] else [c])), "n"]
     rows = []
     for label in labels:
         row, counts = [label], []
         for column in columns:
             found = cells.get((label, column))
-            paper = [_shown(found.paper, found.paper_error) if found else ""] if printed[column] else []
-            row += [*paper, _shown(found.mean, found.error) if found else ""]
+            paper = [printed(found.paper, found.paper_error) if found else ""] if shown[column] else []
+            row += [*paper, rounded(found.mean, found.error) if found else ""]
             counts += [found.n] if found else []
         rows.append([*row, "/".join(map(str, dict.fromkeys(counts)))])
     title = comparison.title + (f" ({comparison.unit})" if comparison.unit else "")
     return "\n".join(x for x in (title, table(head, rows), fill(comparison.note, 110)) if x)
 
 
-def _shown(mean: float | None, error: float | None) -> str:
-    if mean is None:
-        return "-"
-    digits = 2 if abs(mean) >= 10 else 3
-    return f"{mean:.{digits}f}" if error is None else f"{mean:.{digits}f} ± {error:.{digits}f}"
-
-
 # --- files ----------------------------------------------------------------------------------------------------------
+
+
+class Unplanned(Exception):
+    """A plan has come to what is no training."""
+
+
+_planning: ContextVar[bool] = ContextVar("planning", default=False)
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Inside, whatever is not remembered yet raises :class:`Unplanned` instead of being computed."""
+    token = _planning.set(True)
+    try:
+        yield
+    finally:
+        _planning.reset(token)
 
 
 def remember(folder: Path, key: Mapping[str, Any], compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -157,6 +178,8 @@ def remember(folder: Path, key: Mapping[str, Any], compute: Callable[[], Mapping
     known = recalled(folder, key)
     if known is not None:
         return known
+    if _planning.get():
+        raise Unplanned
     path, plain = _place(folder, key)
     result = finite(compute())
     write_atomic(path, json.dumps({"key": plain, "result": result}))

@@ -70,6 +70,7 @@ def settings_for(ctx: Context, **values: Any) -> Settings:
     """
     capture = ctx.place.startswith("cuda") if ctx.capture is None else ctx.capture
     usual = Settings.of(values.pop("task", Settings.task), **{"capture": capture, **values})
+    ctx.usual.add(usual.epochs)
     if ctx.epochs is None or ctx.epochs == usual.epochs:
         return usual
     share = ctx.epochs / usual.epochs
@@ -146,6 +147,10 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
     # Seeds outermost: every case has its first result before any has its second.
     asked = [(case, grid.settings(case, seed)) for seed in seeds for case in grid.cases]
     ctx.asked.extend(s for _, s in asked)
+    if ctx.planned is not None:
+        for _, settings in asked:
+            ctx.planned.setdefault(settings, []).extend(measure)
+        return Cells(grid, {}, {}, [settings.name for _, settings in asked])
     chosen = [s for _, s in asked if all(getattr(s, name) == value for name, value in wanted.items())]
     open_ = {s: _open(ctx.folder / "runs" / s.name, s, grid.columns) for s in chosen}
     todo = {s for s, left in open_.items() if left.training or left.own or left.weights}

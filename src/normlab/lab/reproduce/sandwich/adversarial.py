@@ -165,6 +165,6 @@ _FULL = "pre-activation ResNet-18 on CIFAR-10, 200 epochs, PGD-10, 1 seed"
 ENTRIES = (
     Entry("sandwich-table3", "clean accuracy of AdvProp's clean branch", f"{PAPER}, Table 3", _SMALL, 4, _FULL,
           _table_3),
-    Entry("sandwich-table4", "clean and robust accuracy of its adversarial branch; losses, CAPV", f"{PAPER}, Table 4",
-          _SMALL, 4, _FULL, _table_4),
+    Entry("sandwich-table4", "clean and robust accuracy of its adversarial branch; losses, CAPV",
+          f"{PAPER}, Table 4, Figures 17 to 20", _SMALL, 4, _FULL, _table_4),
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Tables 2 and 5 and Figures 8 to 16: architecture search in the space of NAS-Bench-201, four settings of its norms.
+"""Tables 2 and 5, Figures 4 and 8 to 16: architecture search in the space of NAS-Bench-201, four settings of its norms.
 
-All read the same searches: DARTS of first order for Table 2 and Figures 8 to 15, GDAS for Table 5 and Figure 16. The
+All read the same searches: DARTS of first order for Table 2, Figures 4 and 8 to 15, GDAS for Table 5 and Figure 16. The
 true accuracies come from nasbench201.csv in the folder of the data sets; a search does not need it, so cells are looked
 up when they are shown. The paper searches on CIFAR-100 and on ImageNet16-120. Here the full scale searches on CIFAR-100
 as its code does: weights on the training set, the architecture on half of the test set.
@@ -291,9 +291,9 @@ def _capv(ctx: Context) -> Outcome:
     return _figure(ctx, "figure15", "Figure 15: CAPV of the operations' affine maps", cells, panels, rows, note)
 
 
-def _over_epochs(ctx: Context) -> Outcome:
-    """Figure 16: the true accuracy of GDAS's cell after each epoch."""
-    cells, true = _cells(ctx, "gdas"), _table_of(ctx)
+def _over_epochs(method: str, number: str, ctx: Context) -> Outcome:
+    """Figures 4 and 16: the true accuracy of the cell after each epoch."""
+    cells, true = _cells(ctx, method), _table_of(ctx)
     panels, rows = [], []
     values: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "validation accuracy of the supernet": lambda line: line["val_accuracy"]
@@ -305,8 +305,8 @@ def _over_epochs(ctx: Context) -> Outcome:
         lines: Lines = {c.label: [_curve(r, value) for r in cells.of(c)] for c in cells.grid.cases if cells.of(c)}
         panels.append((name, "epoch", "accuracy, %", lines))
         rows += [compared(label, f"{name} at the end", None, [y[-1] for _, y in v if y]) for label, v in lines.items()]
-    note = _note(ctx, "gdas", true)
-    return _figure(ctx, "figure16", "Figure 16: what GDAS has found, over epochs", cells, panels, rows, note, "%")
+    title = f"Figure {number}: what {METHODS[method]} has found, over epochs"
+    return _figure(ctx, f"figure{number}", title, cells, panels, rows, _note(ctx, method, true), "%")
 
 
 _SMALL = "3 cells of 8 channels on 2,000 digits, 8 epochs, 2 seeds"
@@ -325,6 +325,7 @@ ENTRIES = (
            partial(_accuracies, method="darts", printed=TABLE_2, number="2")),
     _entry("table5", "true accuracy of what GDAS finds, four norms, and random search", 3, _GDAS,
            partial(_accuracies, method="gdas", printed=TABLE_5, number="5")),
+    _entry("fig4", "true accuracy over epochs, DARTS", 4, _DARTS, partial(_over_epochs, "darts", "4")),
     _entry("fig8", "architecture weights by edge over epochs, DARTS", 1, _DARTS, partial(_weights, "none", "8")),
     _entry("fig9", "the same with CCBN", 1, _DARTS, partial(_weights, "ccbn", "9")),
     _entry("fig10", "the same with SaBN", 1, _DARTS, partial(_weights, "sabn", "10")),
@@ -333,5 +334,5 @@ ENTRIES = (
     _entry("fig13", "architecture loss and weight loss over epochs", 3, _DARTS, _both_losses),
     _entry("fig14", "their gap", 3, _DARTS, _gap),
     _entry("fig15", "CAPV by layer, CCBN and SaBN", 2, _DARTS, _capv),
-    _entry("fig16", "true accuracy over epochs, GDAS", 3, _GDAS, _over_epochs),
+    _entry("fig16", "true accuracy over epochs, GDAS", 3, _GDAS, partial(_over_epochs, "gdas", "16")),
 )  # fmt: skip
