@@ -173,9 +173,7 @@ def first_images(images: Images, number: int | None, what: str) -> Images:
     starts = counts.cumsum(0) - counts
     rank = torch.empty_like(y)  # of each image within its class
     rank[order] = torch.arange(total, device=y.device) - starts[y[order]]
-    chosen = rank < quota[y]
-    x = images.x.only(chosen) if isinstance(images.x, Stored) else images.x[chosen]
-    return Images(x, images.y[chosen])
+    return images.only(rank < quota[y])
 
 
 def pixels(x: Tensor) -> Tensor:

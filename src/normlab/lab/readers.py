@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,19 @@ from .errors import LabError
 from .stored import Stored
 
 __all__ = [
-    "SOURCES", "Format", "Images", "Parts", "find_folder", "listed_images", "read_classes", "read_folder",
+    "SOURCES", "Format", "Images", "Parts", "array_of", "find_folder", "listed_images", "parts_of_folder", "picture",
+    "read_classes", "read_folder",
 ]  # fmt: skip
 
 
 class Images(NamedTuple):
     x: Any  # uint8 [N, C, H, W]: a tensor, or a Stored that stands for one
     y: Tensor  # int64 [N]
+
+    def only(self, chosen: Tensor) -> Images:
+        """The images at an index or a mask."""
+        x = self.x.only(chosen) if isinstance(self.x, Stored) else self.x[chosen]
+        return Images(x, self.y[chosen])
 
 
 class Parts(NamedTuple):
@@ -321,46 +328,43 @@ def read_folder(path: Path, size: int | None) -> Parts:
     Without these two, the folders of the classes are read, and a fifth is held out. Images of several
     sizes are scaled to ``size`` on their shorter side and cropped in the middle.
     """
-    path = path.expanduser()
-    if not path.is_dir():
-        raise LabError(
-            f"{path} is not a folder; folder:PATH names one with train/ and test/, or with a folder for each class"
-        )
-    held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
-    if held is None or not (path / "train").is_dir():
-        images, classes = read_classes(path, size)
-        _check_number(path, classes)
-        _check_enough(path, images.y, classes)
-        return Parts(*_split(*images, 0.2), classes)
-    (train, classes), (test, others) = read_classes(path / "train", size), read_classes(held, size)
-    _check_same(path, held, classes, others)
-    _check_number(path, classes)
+    train, test, classes = parts_of_folder(path, "folder", partial(read_classes, size=size), Images.only)
     channels = max(train.x.shape[1], test.x.shape[1])  # if any image is in colour, all are read in colour
     train, test = (Images(part.x.expand(-1, channels, -1, -1), part.y) for part in (train, test))
     if train.x.shape[1:] != test.x.shape[1:]:
-        raise LabError(f"images of train/ are {_shape(train.x)} and of {held.name}/ {_shape(test.x)}; give a size")
+        raise LabError(f"training images of {path} are {_shape(train.x)}, test images {_shape(test.x)}; give a size")
     return Parts(train, test, classes)
 
 
 def find_folder(path: Path, size: int) -> Parts:
     """The files of such a folder, to be decoded when they are used, in colour."""
+    return Parts(*parts_of_folder(path, "stream", partial(_find_classes, size=size), Images.only))
+
+
+def parts_of_folder(
+    path: Path, kind: str, read: Callable[[Path], tuple[Any, tuple[str, ...]]], only: Callable[[Any, Tensor], Any],
+    what: str = "images",
+) -> tuple[Any, Any, tuple[str, ...]]:  # fmt: skip
+    """Training part, test part and classes of a folder with ``train/`` and ``test/`` (or ``val/``), or with classes
+    alone, of which a fifth is held out. ``read`` reads a folder of classes to labelled samples, whose labels are ``y``;
+    ``only`` chooses some of these by their numbers.
+    """
     path = path.expanduser()
     if not path.is_dir():
         raise LabError(
-            f"{path} is not a folder; stream:PATH names one with train/ and test/, or with a folder for each class"
+            f"{path} is not a folder; {kind}:PATH names one with train/ and test/, or with a folder for each class"
         )
     held = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
     if held is None or not (path / "train").is_dir():
-        images, classes = _find_classes(path, size)
-        _check_number(path, classes)
-        _check_enough(path, images.y, classes)
-        train, test = _apart(images.y, 0.2)
-        first, second = (Images(images.x.only(index), images.y[index]) for index in (train, test))
-        return Parts(first, second, classes)
-    (train, classes), (test, others) = _find_classes(path / "train", size), _find_classes(held, size)
+        found, classes = read(path)
+        _check_number(path, classes, what)
+        _check_enough(path, found.y, classes, what)
+        train, test = _apart(found.y, 0.2)
+        return only(found, train), only(found, test), classes
+    (train, classes), (test, others) = read(path / "train"), read(held)
     _check_same(path, held, classes, others)
-    _check_number(path, classes)
-    return Parts(train, test, classes)
+    _check_number(path, classes, what)
+    return train, test, classes
 
 
 def _find_classes(path: Path, size: int) -> tuple[Images, tuple[str, ...]]:
@@ -368,9 +372,9 @@ def _find_classes(path: Path, size: int) -> tuple[Images, tuple[str, ...]]:
     return Images(Stored([f for f, _ in files], size), torch.tensor([label for _, label in files])), classes
 
 
-def _check_enough(path: Path, y: Tensor, classes: tuple[str, ...]) -> None:
+def _check_enough(path: Path, y: Tensor, classes: tuple[str, ...], what: str) -> None:
     if int(y.bincount().min()) < 2 or len(y) < 5 * len(classes):
-        raise LabError(f"{path} has too few images to hold a fifth out; give it train/ and test/ folders")
+        raise LabError(f"{path} has too few {what} to hold a fifth out; give it train/ and test/ folders")
 
 
 def _check_same(path: Path, held: Path, classes: tuple[str, ...], others: tuple[str, ...]) -> None:
@@ -379,10 +383,10 @@ def _check_same(path: Path, held: Path, classes: tuple[str, ...], others: tuple[
         raise LabError(f"train/ and {held.name}/ of {path} have different classes: {', '.join(differ[:5])} in one only")
 
 
-def _check_number(path: Path, classes: tuple[str, ...]) -> None:
+def _check_number(path: Path, classes: tuple[str, ...], what: str) -> None:
     if len(classes) == 1:
         raise LabError(
-            f"{path} has images of one class only, {classes[0]}; expected a folder for each of two classes or more"
+            f"{path} has {what} of one class only, {classes[0]}; expected a folder for each of two classes or more"
         )
 
 
@@ -401,7 +405,7 @@ def read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]]
     import numpy as np
 
     files, classes = listed_images(path)
-    arrays = [_picture(file, size) for file, _ in files]
+    arrays = [picture(file, size) for file, _ in files]
     grey = all(a.ndim == 2 for a in arrays)
     arrays = [a if grey or a.ndim == 3 else np.repeat(a[..., None], 3, 2) for a in arrays]
     shapes = sorted({a.shape for a in arrays})
@@ -411,21 +415,25 @@ def read_classes(path: Path, size: int | None) -> tuple[Images, tuple[str, ...]]
     return _images(np.stack(arrays), [label for _, label in files], "NHW" if grey else "NHWC"), tuple(classes)
 
 
-def _picture(file: str, size: int | None) -> Any:
+def picture(file: str | Path, size: int | None) -> Any:
     """The bytes of an image, [H, W] where it is grey and [H, W, 3] otherwise."""
-    import numpy as np
     from PIL import Image
 
     try:
-        with Image.open(file) as picture:
-            if picture.mode[0] in "IF":  # more than 8 bits a pixel, which a conversion would clip at 255
-                raise LabError(
-                    f"{file} has more than 8 bits a pixel (mode {picture.mode}); scale such images to 8 bits"
-                )
-            image = picture if picture.mode == "L" else picture.convert("RGB")
-            return np.array(image if size is None else _square(image, size))
+        with Image.open(file) as opened:
+            return array_of(opened, size, file)
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL raises these for damaged files
         raise LabError(f"{file} cannot be read as an image: {error}") from error
+
+
+def array_of(opened: Any, size: int | None, file: str | Path) -> Any:
+    """The bytes of PIL's image, its middle scaled to a square if a size is given."""
+    import numpy as np
+
+    if opened.mode[0] in "IF":  # more than 8 bits a pixel, which a conversion would clip at 255
+        raise LabError(f"{file} has more than 8 bits a pixel (mode {opened.mode}); scale such images to 8 bits")
+    image = opened if opened.mode == "L" else opened.convert("RGB")
+    return np.array(image if size is None else _square(image, size))
 
 
 def _square(image: Any, size: int) -> Any:
