@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,8 @@ from ..norms import NormSpec, parse_norm
 from ..seeds import derive
 from .cell import darts_cell
 from .common import INITS, Classifier, Sized, Standardize, initialise, load_weights
-from .external import PREFIXES, external
+from .external import PREFIXES, Repeat, exchange_norms, external, library_network
+from .inflated import frames_of, inflate, inner_name
 from .mlp import linear, mlp
 from .resnet import cifar_resnet, make_fixup, preact_resnet18, resnet12, wide_resnet
 from .vgg import DEPTHS, small, vgg
@@ -59,6 +62,7 @@ NAMES: dict[str, str] = {name: entry.about for name, entry in _ENTRIES.items()} 
     "darts-cell(CELL)": "the network of a cell of DARTS' space, by its text or DARTS_V2; drop_path, auxiliary",
     "torchvision:NAME": "any classifier of torchvision, its norm layers exchanged",
     "timm:NAME": "any classifier of timm, its norm layers exchanged",
+    "inflated(NAME)": "for clips: a network for images that averages over positions, its layers with a time axis",
 }
 _STANDARD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -86,6 +90,8 @@ def build(name: str, data_like: Sized, norm: NormSpec | str, *, seed: int, **opt
     standard = _standardize(options.pop("standardize", "data"), data_like)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "norm layers"))
+        if inner_name(name) != name:
+            return _inflated(name, data_like, spec, seed, options, standard)
         if name.startswith(PREFIXES):
             return _external(name, data_like, spec, seed, options, standard)
         return _own(name, data_like, spec, seed, options, standard)
@@ -94,6 +100,8 @@ def build(name: str, data_like: Sized, norm: NormSpec | str, *, seed: int, **opt
 def _own(
     name: str, data: Sized, spec: NormSpec, seed: int, options: dict[str, Any], standard: Standardize
 ) -> Classifier:
+    if frames_of(data):
+        raise LabError(f"{name} takes images, and the data are clips; take inflated({name}), or torchvision:r3d_18")
     entry = _entry(name)
     _check(name, options, entry.options)
     init, weights = options.pop("init", entry.init), options.pop("weights", None)
@@ -118,6 +126,28 @@ def _external(
     _check(name, options, ["standardize", "weights"])
     torch.manual_seed(seed)
     return Classifier(standard, *external(name, data, spec, options.get("weights")))
+
+
+def _inflated(
+    name: str, data: Sized, spec: NormSpec, seed: int, options: dict[str, Any], standard: Standardize
+) -> Classifier:
+    """A network for images with a time axis, its weights drawn anew. Surgery exchanges its norm layers."""
+    if not frames_of(data):
+        raise LabError(f"{name} takes clips, and the data are images; take {inner_name(name)}, or --task video")
+    inner, init = inner_name(name), options.pop("init", "he")
+    images = SimpleNamespace(**{k: getattr(data, k) for k in ("channels", "size", "classes", "mean", "std")})
+    if inner.startswith(PREFIXES):
+        _check(name, options, [])
+        net = library_network(inner, images)
+    else:
+        net = _own(inner, images, NormSpec("torch"), seed, options, standard).net
+    net = inflate(net, data, name)
+    torch.manual_seed(seed)
+    initialise(net, init)
+    net, notes = exchange_norms(name, net, spec, keep=False)
+    if "torchvision:" in name and data.channels == 1:
+        net = nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
+    return Classifier(standard, net, notes)
 
 
 def _entry(name: str) -> Entry:
@@ -145,8 +175,9 @@ def _check(name: str, options: dict[str, Any], known: list[str]) -> None:
 
 
 def _standardize(choice: str, data: Sized) -> Standardize:
+    axes = 3 if frames_of(data) else 2
     if choice == "data":
-        return Standardize(data.mean, data.std)
+        return Standardize(data.mean, data.std, axes)
     if choice not in _STANDARD:
         raise LabError(f"there is no standardize {choice!r}; {nearest(choice, ('data', *_STANDARD))}")
     mean, std = _STANDARD[choice]
@@ -154,4 +185,4 @@ def _standardize(choice: str, data: Sized) -> Standardize:
         mean, std = mean * data.channels, std * data.channels
     if len(mean) != data.channels:
         raise LabError(f"the mean and deviation of ImageNet are of 3 channels; the data have {data.channels}")
-    return Standardize(mean, std)
+    return Standardize(mean, std, axes)

@@ -17,7 +17,7 @@ __all__ = ["INITS", "Classifier", "Sized", "Standardize", "check_values", "initi
 
 
 class Sized(Protocol):
-    """What a network must know of its data. :class:`normlab.lab.data.Data` is one."""
+    """What a network must know of its data. :class:`normlab.lab.data.Data` is one. Clips also say ``frames``."""
 
     @property
     def channels(self) -> int: ...
@@ -32,17 +32,17 @@ class Sized(Protocol):
 
 
 class Standardize(nn.Module):
-    """``(x - mean) / std`` for each channel: pixels in [0, 1] to standardised units."""
+    """``(x - mean) / std`` for each channel: pixels in [0, 1] to standardised units. Clips have three axes."""
 
     mean: Tensor  # [C, 1, 1]
     std: Tensor  # [C, 1, 1]
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], axes: int = 2) -> None:
         super().__init__()
         if len(mean) != len(std) or min(std) <= 0:
             raise LabError(f"mean and std need one number a channel, std above 0; got {tuple(mean)} and {tuple(std)}")
-        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
-        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, *[1] * axes))
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, *[1] * axes))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.std
@@ -74,13 +74,13 @@ class Classifier(nn.Sequential):
         return self.standardize.std
 
 
-def _he(module: nn.Conv2d | nn.Linear) -> None:
+def _he(module: nn.Conv2d | nn.Conv3d | nn.Linear) -> None:
     nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     if module.bias is not None:
         nn.init.zeros_(module.bias)
 
 
-def _torch(module: nn.Conv2d | nn.Linear) -> None:
+def _torch(module: nn.Conv2d | nn.Conv3d | nn.Linear) -> None:
     module.reset_parameters()
     if module.bias is None:  # drawn in any case, so that later layers start alike with and without it
         torch.empty(len(module.weight)).uniform_()
@@ -95,7 +95,7 @@ def initialise(net: nn.Module, init: str) -> None:
     So the weights of a seed are the same with every normalizer.
     """
     for _, module in walk(net):
-        if isinstance(module, nn.Conv2d | nn.Linear):
+        if isinstance(module, nn.Conv2d | nn.Conv3d | nn.Linear):
             INITS[init](module)
 
 

@@ -21,6 +21,7 @@ from ...model.walk import named
 from ..errors import LabError
 from ..norms import NormSpec
 from .common import Sized, load_weights
+from .inflated import check_takes, frames_of
 
 __all__ = ["PREFIXES", "Repeat", "exchange_norms", "external", "library_network"]
 
@@ -31,7 +32,7 @@ class Repeat(nn.Module):
     """One channel as three."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.expand(-1, 3, -1, -1)
+        return x.expand(-1, 3, *x.shape[2:])
 
 
 def external(name: str, data: Sized, norm: NormSpec, weights: str | None) -> tuple[nn.Module, tuple[str, ...]]:
@@ -53,6 +54,8 @@ def external(name: str, data: Sized, norm: NormSpec, weights: str | None) -> tup
 def library_network(name: str, data: Sized) -> nn.Module:
     """The network as its library makes it, with first weights. Those of torchvision take three channels."""
     library, _, model = name.partition(":")
+    if frames_of(data) and library == "timm":
+        raise LabError(f"timm has no networks for clips; take inflated({name}), or torchvision:r3d_18.")
     return (_torchvision if library == "torchvision" else _timm)(model, data)
 
 
@@ -119,16 +122,27 @@ def _group(norm: NormSpec) -> Callable[..., nn.Module]:
 def _torchvision(model: str, data: Sized) -> nn.Module:
     from torchvision import models
 
-    known = models.list_models(module=models)
+    clips = frames_of(data)
+    known = models.list_models(module=models.video if clips else models)
     if model not in known:
-        raise LabError(f"torchvision has no model {model!r}; {nearest(model, known)}")
+        hint = (
+            f"; inflated(torchvision:{model}) makes one of it"
+            if clips and model in models.list_models(module=models)
+            else ""
+        )
+        raise LabError(
+            f"torchvision has no model {model!r}{' of clips' if clips else ''}{hint}; {nearest(model, known)}"
+        )
     if data.channels not in (1, 3):
         raise LabError(f"models of torchvision take 3 channels, or 1 that is repeated; the data have {data.channels}")
     takes = inspect.signature(models.get_model_builder(model)).parameters
     options: dict[str, Any] = {"weights": None, "num_classes": len(data.classes)}
     if model in ("googlenet", "inception_v3") and "kwargs" in takes:
         options |= {"aux_logits": False, "init_weights": True}  # one output, and no warning about the other
-    return models.get_model(model, **options)
+    net = models.get_model(model, **options)
+    if clips:
+        check_takes(net, data, f"torchvision:{model}")
+    return net
 
 
 def _timm(model: str, data: Sized) -> nn.Module:

@@ -11,13 +11,14 @@ from torch import nn
 
 from ...engine.messages import words
 from ..errors import LabError
+from .inflated import frames_of
 
 __all__ = ["cut_head", "head_of"]
 
 
 def head_of(net: nn.Module, make: Callable[[Any], nn.Module], data: Any) -> list[str]:
     """The names in ``net``'s state dict whose size follows the number of classes. ``make(data)`` made the network."""
-    about = {name: getattr(data, name) for name in ("channels", "size", "mean", "std")}
+    about = {name: getattr(data, name) for name in ("channels", "size", "mean", "std")} | {"frames": frames_of(data)}
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         other = make(SimpleNamespace(**about, classes=(*data.classes, "one more"))).state_dict()
     return [k for k, v in net.state_dict().items() if k not in other or v.shape != other[k].shape]

@@ -25,7 +25,12 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int, bias: bool) -> nn
 
 
 class PaddedShortcut(nn.Module):
-    """Option A of He et al.: every second pixel, and channels of zeros on both sides. It learns nothing."""
+    """Option A of He et al.: every second pixel, and channels of zeros on both sides. It learns nothing.
+
+    Of clips it takes every ``step``-th frame.
+    """
+
+    step = 1
 
     def __init__(self, more: int, stride: int) -> None:
         super().__init__()
@@ -33,7 +38,12 @@ class PaddedShortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         before = self.more // 2
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.more - before))
+        x = (
+            x[..., :: self.stride, :: self.stride]
+            if x.dim() == 4
+            else x[:, :, :: self.step, :: self.stride, :: self.stride]
+        )
+        return F.pad(x, (*(0, 0) * (x.dim() - 2), before, self.more - before))
 
     def extra_repr(self) -> str:
         return f"more={self.more}, stride={self.stride}"
@@ -112,7 +122,7 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
-        return self.linear(x.mean((2, 3)))
+        return self.linear(x.mean(tuple(range(2, x.dim()))))
 
 
 class PreActResNet(nn.Module):
@@ -135,7 +145,8 @@ class PreActResNet(nn.Module):
         self.linear = nn.Linear(first, len(data.classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.bn(self.stages(self.conv1(x))).mean((2, 3)))
+        x = self.bn(self.stages(self.conv1(x)))
+        return self.linear(x.mean(tuple(range(2, x.dim()))))
 
 
 def resnet12(data: Sized, norm: NormSpec, *, width: int = 64) -> nn.Module:

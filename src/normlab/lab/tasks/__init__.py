@@ -51,7 +51,7 @@ __all__ = [
 # Modules of this package that define `TASK`.
 TASKS: tuple[str, ...] = (
     "classification", "finetune", "few_shot", "adaptation", "generation", "style", "search", "segmentation",
-    "detection",
+    "detection", "video",
 )  # fmt: skip
 
 

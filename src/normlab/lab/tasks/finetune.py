@@ -25,6 +25,7 @@ from ..mixing import branches_of
 from ..models import Classifier, Standardize, build
 from ..models.external import PREFIXES, Repeat, exchange_norms, library_network
 from ..models.heads import cut_head, head_of
+from ..models.inflated import frames_of, inflated_weights, inner_name
 from ..norms import parse_norm
 from ..predict import routed
 from ..settings import Settings
@@ -34,7 +35,7 @@ from .classification import Recipe, recipe
 from .classification.classify import Classify
 from .few_shot.episodes import imprinted
 from .measuring import Measure, Measurement, parse
-from .weights import Weights, load, of_file, read, standard
+from .weights import Weights, load, of_file, read, standard, unwrapped
 
 __all__ = ["TASK", "FineTune"]
 
@@ -107,6 +108,7 @@ class FineTune(Classify):
         if given:
             found = _weights(settings, own, sized.size[0]) if new else Weights({}, "", [0.0], [1.0])
             if new:
+                found = found._replace(state=inflated_weights(unwrapped(found.state, net), net))
                 said = load(net, found, head=head_of(net, make, sized))
                 if found.mean is None and isinstance(about := getattr(net, "pretrained_cfg", None), Mapping):  # timm's
                     found = found._replace(mean=about.get("mean"), std=about.get("std"))
@@ -114,7 +116,7 @@ class FineTune(Classify):
         net, notes = exchange_norms(settings.model, net, spec, keep=given)
         if sized.channels > like.channels:
             net = nn.Sequential(OrderedDict[str, nn.Module](repeat=Repeat(), model=net))
-        return Classifier(Standardize(mean, std), net, (*said, *notes))
+        return Classifier(Standardize(mean, std, 3 if frames_of(like) else 2), net, (*said, *notes))
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         """With the learning rate of the batch size."""
@@ -146,7 +148,7 @@ def _network(
     settings: Settings, own: SimpleNamespace, like: Any
 ) -> tuple[nn.Module, Callable[[Any], nn.Module], SimpleNamespace]:
     """The network as its weights know it, with a new head; what makes it; and the data that it is made for."""
-    of_library = settings.model.startswith(PREFIXES)
+    of_library = inner_name(settings.model).startswith(PREFIXES)
     channels = own.channels or (3 if of_library else like.channels)
     if channels not in (like.channels, 3):
         raise LabError(f"channels = {channels}, and the images of {like.name} have {like.channels}; only grey images "
@@ -159,10 +161,11 @@ def _network(
         "std": [1.0] * channels,
         "size": tuple(like.size),
         "classes": tuple(like.classes),
+        "frames": frames_of(like),
     }
 
     def make(data: Any) -> nn.Module:
-        if of_library:
+        if settings.model.startswith(PREFIXES):
             return library_network(settings.model, data)
         return build(settings.model, data, "batch", seed=settings.seed, **sizes).net
 
@@ -175,15 +178,15 @@ def _network(
 def _weights(settings: Settings, own: SimpleNamespace, size: int) -> Weights:
     if own.weights == "pretrain":
         return of_file(_pretrained(settings, own, size))
-    return read(own.weights, settings.model, "--weights PATH, or --weights pretrain")
+    return read(own.weights, inner_name(settings.model), "--weights PATH, or --weights pretrain")
 
 
 def _pretrained(settings: Settings, own: SimpleNamespace, size: int) -> Path:
     """The folder of a run on the source data. It is trained if it is not there yet."""
     from ..study import train
 
-    chosen = Settings(model=settings.model, depth=settings.depth, width=settings.width, data=own.source, size=size,
-                      epochs=own.source_epochs, lr=0.1, norm="batch")  # fmt: skip
+    chosen = Settings(model=inner_name(settings.model), depth=settings.depth, width=settings.width, data=own.source,
+                      size=size, epochs=own.source_epochs, lr=0.1, norm="batch")  # fmt: skip
     folder = home() / "pretrained" / chosen.name
     if not (folder / "best.safetensors").is_file():
         train(chosen, folder)

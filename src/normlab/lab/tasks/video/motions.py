@@ -19,7 +19,7 @@ from ...seeds import generator
 
 __all__ = ["FRAMES", "MOTIONS", "SIZE", "State", "moving", "states"]
 
-FRAMES, SIZE = 16, 24  # of a clip; its height and width in pixels
+FRAMES, SIZE = 20, 24  # of a clip; its height and width in pixels
 # A whole turn of a state is 1. The columns are row, column, angle, size and brightness.
 MOTIONS: dict[str, tuple[float, float, float, float, float]] = {
     "left": (0, -1, 0, 0, 0),
