@@ -92,7 +92,8 @@ def fit(
     data = data.to(device)
     model.to(device)
     if settings.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for t in (*model.parameters(), *model.buffers()):
+            t.data = _channels_last(t.data)
     ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
     captured = settings.capture and task.captures and device.type == "cuda" and ranks.world == 1
     several = backend(launches="several") if captured else nullcontext()
@@ -395,9 +396,14 @@ class _Trainer:
         """The images of a batch as floats, in the memory layout of training."""
         batch = pixels(batch)
         if self.ctx.settings.channels_last:
-            layout = torch.channels_last
-            batch = Batch({k: t.contiguous(memory_format=layout) if t.dim() == 4 else t for k, t in batch.items()})
+            batch = Batch({k: _channels_last(t) for k, t in batch.items()})
         return batch
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    """Images, clips and the weights of convolutions with their channels last; others as they are."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.dim())
+    return t if layout is None else t.contiguous(memory_format=layout)
 
 
 def _check_number(ctx: Context, part: str) -> None:

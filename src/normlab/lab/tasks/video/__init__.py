@@ -44,8 +44,8 @@ class Video(FineTune):
     samples = "clips"
     minutes = 2.0
     defaults: ClassVar[Mapping[str, Any]] = {
-        "model": "inflated(small)", "data": "motions", "train_size": 600, "test_size": 200, "epochs": 10,
-        "batch_size": 8, "lr": 0.05, "weight_decay": 5e-4,
+        "model": "inflated(small)", "data": "motions", "train_size": 1000, "test_size": 300, "epochs": 8,
+        "batch_size": 8, "lr": 0.02, "weight_decay": 5e-4,
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {
         "norm": ("batch", "group", "switchable"), "batch_size": (4, 8), "seed": (0, 1),
