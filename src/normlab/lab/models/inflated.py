@@ -69,6 +69,10 @@ def inflate(net: nn.Module, data: Sized, name: str) -> nn.Module:
             raise LabError(f"{name} has {type(module).__name__} layers, which have no form for clips; take another "
                            "network, such as torchvision:resnet50.")  # fmt: skip
         seen += large
+    if not seen:
+        raise LabError(
+            f"{name} has no convolutions that could see several frames; take inflated(resnet20), for example."
+        )
     check_takes(net, data, name)
     return net
 
