@@ -646,6 +646,7 @@ def test_options_that_are_not_given() -> None:
 def test_names_can_be_built() -> None:
     for name in NAMES:
         known = {"wrn-D-K": "wrn-10-1", "torchvision:NAME": "torchvision:squeezenet1_1", "timm:NAME": ""}
+        known["inflated(NAME)"] = ""  # of clips
         example = {**known, "darts-cell(CELL)": "darts-cell(DARTS_V2)"}.get(name, name)
         if example:
             with torch.device("meta"):
