@@ -1,5 +1,6 @@
 """What the engine and the layers call when Triton kernels serve them."""
 
+from . import lstm
 from .closed_family import normalize
 from .passes import (
     apply,
@@ -19,6 +20,7 @@ __all__ = [
     "back_through_pools",
     "gradients",
     "input_gradient",
+    "lstm",
     "moments",
     "move_running",
     "normalize",

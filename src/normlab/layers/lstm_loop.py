@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.backends import must_trace
+from ..engine.backends import kernels, kernels_serve, must_trace
 from ..engine.contract import Moments
 from ..engine.expression import differentiate, wants_plain
 from ..engine.normalize import normalize
@@ -42,6 +42,7 @@ class VectorStatistics:
 
     def __init__(self, statistics: Statistics, channels: int, eps: float) -> None:
         pools = statistics.pools
+        self.groups = tuple(p.groups or 1 for p in pools)  # of each pool
         number = lcm(*(p.groups or 1 for p in pools), getattr(statistics, "groups", 1))
         self.rows, self.size, self.eps = Rows(number), channels // number, eps
         plans = tuple(Plan(p, self.rows, Segments()) for p in pools)
@@ -50,6 +51,8 @@ class VectorStatistics:
         mixes = isinstance(statistics, Mixture)
         self.rule: Any = WeightedPools(sources, given_weights, statistics.groups) if mixes else statistics.rule(sources)
         self.one_pool = isinstance(statistics, Single)
+        # Whether the kernels have them: the layer, the four gates, or a mixture of both.
+        self.for_kernels = (self.one_pool or mixes and statistics.groups == 1) and set(self.groups) <= {1, 4}
         self.closed = hasattr(self.rule, "gradient")  # whether `forward` and `backward` are there
 
     def __call__(self, a: Tensor, gain: Tensor, shift: Tensor | None, learned: Sequence[Tensor]) -> Tensor:
@@ -157,9 +160,8 @@ def run_sequence(
     x: Tensor, weight: Tensor, hidden: Normalized, cell: Normalized | None, h: Tensor, c: Tensor, apart: bool,
     steps: Steps,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """:func:`plain_sequence`, with a gradient by hand where the statistics have theirs in closed form.
-
-    This is the place that would choose a kernel for the whole loop.
+    """:func:`plain_sequence`, with a gradient by hand where the statistics have theirs in closed form: in one kernel for
+    all steps, or step by step in torch operators.
     """
     by_hand = all(isinstance(n, Affine) and n.statistics.closed for n in (hidden, cell) if n is not None)
     if not by_hand or must_trace(x) or not x.numel():
@@ -168,7 +170,8 @@ def run_sequence(
     assert isinstance(hidden, Affine) and isinstance(of_cell, Affine)
     about = _About(hidden.statistics, of_cell.statistics, len(hidden.learned), apart, steps)
     affines = hidden.gain, hidden.shift, of_cell.gain, of_cell.shift
-    return _apply(_Sequence, about, x, weight, h, c, *affines, *hidden.learned, *of_cell.learned)
+    function = _KernelSequence if _has_kernel(about, x, weight) else _Sequence
+    return _apply(function, about, x, weight, h, c, *affines, *hidden.learned, *of_cell.learned)
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -358,6 +361,59 @@ class _Sequence(torch.autograd.Function):
         d_x = d_sums if d_gates is None else d_gates
         affines = (d_gain, None if apart else d_shift, *(d_of_cell or (None, None)))
         return None, d_x, d_weight, dh, dc, *affines, *d_learned
+
+
+def _has_kernel(about: _About, x: Tensor, weight: Tensor) -> bool:
+    """Whether all steps are one kernel: on a GPU, for the layer, for the four gates and for mixtures of both."""
+    if not kernels_serve(x) or x.dtype == torch.float64:
+        return False
+    known = all(n is None or n.for_kernels for n in (about.hidden, about.cell))
+    return known and kernels().lstm.serves(weight.shape[1], weight.dtype, len(set(about.steps.sizes)) == 1)
+
+
+class _KernelSequence(torch.autograd.Function):
+    """What :class:`_Sequence` computes, by kernels that take all steps in one launch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, about: _About, x: Tensor, weight: Tensor, h: Tensor, c: Tensor, gain: Any, shift: Any,
+        cell_gain: Any, cell_shift: Any, *learned: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        given = (x, weight, h, c, gain, shift, cell_gain, cell_shift, *learned)
+        keep = any(ctx.needs_input_grad)
+        norms, steps = _norms_of_kernel(about, given), [row[1:] for row in about.steps.in_time()]
+        outputs, hn, cn, kept = kernels().lstm.forward(x, weight, h, c, *norms, about.apart, steps, keep)
+        if keep:
+            ctx.about, ctx.given = about, len(given)
+            ctx.save_for_backward(*given, outputs, *kept)
+        return outputs, hn, cn.to(h.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *d: Tensor) -> Any:  # type: ignore[override]
+        about: _About = ctx.about
+        given, (outputs, *kept) = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
+        if any(wants_plain(t) for t in d):
+            return None, *_differentiate_plain(about, ctx.needs_input_grad[1:], d, given)
+        (_, weight, h, c, *_), lstm, steps = given, kernels().lstm, about.steps
+        before = torch.cat(_before(c.float(), kept[2].split(steps.sizes), steps))
+        rows = [row[1:] for row in steps.in_time()]
+        found = lstm.backward(*d, weight, *_norms_of_kernel(about, given), rows, lstm.Kept(*kept), before)
+        d_weight = None
+        if ctx.needs_input_grad[2]:
+            d_weight = gradient_of_weight(found.sums, torch.cat(_before(h, outputs.split(steps.sizes), steps)))
+        d_x, d_shift = (found.x, None) if about.apart else (found.sums.float(), found.shift)
+        states = found.h.to(h.dtype), found.c.to(c.dtype)
+        affines = found.gain, d_shift, found.cell_gain, found.cell_shift
+        return None, d_x, d_weight, *states, *affines, *found.weights, *found.cell_weights
+
+
+def _norms_of_kernel(about: _About, given: Sequence[Any]) -> tuple[Any, Any]:
+    """The norms of the gates and of the cell state, as the kernels take them."""
+    gain, shift, cell_gain, cell_shift, *learned = _wide(given[4:], torch.float32)
+    make, number = kernels().lstm.Norm, about.learned
+    norm = make(about.hidden.groups, about.hidden.eps, gain, shift, learned[:number])
+    cell = about.cell and make(about.cell.groups, about.cell.eps, cell_gain, cell_shift, learned[number:])
+    return norm, cell
 
 
 def _differentiate_plain(
