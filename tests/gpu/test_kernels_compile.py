@@ -27,6 +27,7 @@ def compile_all() -> None:
     from triton.runtime import driver
 
     import normlab
+    from normlab.gpu import lstm
     from normlab.gpu.launch import Launch
     from normlab.statistics.pools import parse_pool
 
@@ -56,6 +57,13 @@ def compile_all() -> None:
         def combine(self, statistics: Any, *tensors: torch.Tensor, eps: float) -> normlab.Coefficients:
             (mean, var), (other, _) = statistics
             return normlab.Coefficients(mean, torch.rsqrt(var.mean() + eps), other)
+
+    def compiled_lstm(kernel: Any, grid: tuple, arguments: tuple, options: dict) -> None:
+        try:
+            said = "" if kernel.warmup(*arguments, grid=grid, **options).asm["cubin"] else "no machine code"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        print(json.dumps([kernel.__name__, said]), flush=True)
 
     driver.set_active(NoDevice())  # type: ignore[arg-type]
     Launch._compile = compiled  # type: ignore[method-assign]
@@ -92,12 +100,19 @@ def compile_all() -> None:
                 for masked in ({}, {"mask": mask}):
                     y = make(32, act="relu")(x, residual=torch.zeros_like(x), **masked)
                     y.backward(torch.zeros_like(x))
+    lstm._start = compiled_lstm  # type: ignore[assignment]
+    lstm.serves = lambda x, weight, even: True
+    for norm, kind in (("layer", torch.float32), ("switchable", torch.bfloat16)):
+        x = torch.randn(2, 16, 16, requires_grad=True)
+        with normlab.backend("triton"), torch.autocast("cpu", torch.bfloat16, enabled=kind != torch.float32):
+            y = normlab.LSTM(16, 64, norm=norm)(x)[0]
+            y.backward(torch.zeros_like(y))
 
 
 KERNELS = (
     "forward", "backward", "forward_in_parts", "backward_in_parts", "moments", "apply", "sums", "gradient", "join",
     "pool_columns", "pool_groups", "compose", "through_affine", "fold", "back", "move", "sparsest",
-    "masked_pool",
+    "masked_pool", "lstm_forward", "lstm_backward",
     "uneven_moments", "uneven_apply", "uneven_sums", "uneven_gradient", "uneven_total",
 )  # fmt: skip
 

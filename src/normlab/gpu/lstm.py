@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from ..engine.backends import one_launch
@@ -65,11 +66,13 @@ class Gradients(NamedTuple):
     cell_weights: tuple[Tensor, ...]
 
 
-def serves(hidden_size: int, kind: torch.dtype, even: bool) -> bool:
+def serves(x: Tensor, weight: Tensor, even: bool) -> bool:
     """Whether the kernels take sequences. A captured graph cannot copy the sizes of packed ones to the device."""
-    if hidden_size > _LARGEST or kind not in _SERVED:
+    if weight.shape[1] > _LARGEST or weight.dtype not in _SERVED or x.dtype != torch.float32:
         return False
-    return even or not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    if not x.is_cuda:
+        return triton.knobs.runtime.interpret
+    return even or not torch.cuda.is_current_stream_capturing()
 
 
 class _Launch(NamedTuple):
@@ -146,7 +149,12 @@ class _Launch(NamedTuple):
             counter, each = some, [(phase, phase + 1) for phase in range(phases)]
         with torch.cuda.device(self.index):
             for begin, end in each:
-                kernel[grid](*given, counter, *epsilons, begin, end, *self.numbers, *numbers, *constants, **options)
+                arguments = (*given, counter, *epsilons, begin, end, *self.numbers, *numbers, *constants)
+                _start(kernel, grid, arguments, options)
+
+
+def _start(kernel: Any, grid: tuple[int], arguments: Sequence[Any], options: dict[str, Any]) -> None:
+    kernel[grid](*arguments, **options)
 
 
 def forward(
@@ -172,7 +180,7 @@ def forward(
     tensors = (x.contiguous(), weight.contiguous(), norm.gain, norm.shift, norm.mixing(), *of_cell, run.table,
                h, c, outputs, sums, gates, cells)  # fmt: skip
     run.run(
-        kernels.forward, tensors, (),
+        kernels.lstm_forward, tensors, (),
         (size, *run.rows, run.even, keep, apart, *run.norms, *tiles, run.precision),
     )  # fmt: skip
     kept = None if gates is None or cells is None else Kept(sums, gates, cells)
@@ -203,7 +211,7 @@ def backward(
     tensors = (d_outputs.contiguous(), weight.t().contiguous(), norm.gain, norm.mixing(), *of_cell, run.table,
                *kept, before, dh_parts, dc, d_sums, d_gates, d_cells, small)  # fmt: skip
     run.run(
-        kernels.backward, tensors, (dh_parts.stride(0),),
+        kernels.lstm_backward, tensors, (dh_parts.stride(0),),
         (size, *run.rows, run.even, *run.norms, parts, *tiles, run.precision),
     )  # fmt: skip
     totals = small.sum(0)

@@ -365,10 +365,9 @@ class _Sequence(torch.autograd.Function):
 
 def _has_kernel(about: _About, x: Tensor, weight: Tensor) -> bool:
     """Whether all steps are one kernel: on a GPU, for the layer, for the four gates and for mixtures of both."""
-    if not kernels_serve(x) or x.dtype == torch.float64:
+    if not kernels_serve(x) or not all(n is None or n.for_kernels for n in (about.hidden, about.cell)):
         return False
-    known = all(n is None or n.for_kernels for n in (about.hidden, about.cell))
-    return known and kernels().lstm.serves(weight.shape[1], weight.dtype, len(set(about.steps.sizes)) == 1)
+    return kernels().lstm.serves(x, weight, len(set(about.steps.sizes)) == 1)
 
 
 class _KernelSequence(torch.autograd.Function):

@@ -178,7 +178,7 @@ def _standardized_cell(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def forward(
+def lstm_forward(
     x, w, gain, shift, mixing, cell_gain, cell_shift, cell_mixing, table,
     h, c, outputs, sums, gates, cells, counter, eps, cell_eps, begin, end, T, start, stride, size,
     H: tl.constexpr, R: tl.constexpr, BQ: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, APART: tl.constexpr,
@@ -255,7 +255,7 @@ def forward(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def backward(
+def lstm_backward(
     d_outputs, w, gain, mixing, cell_gain, cell_shift, cell_mixing, table, sums, gates, cells, before,
     dh, dc, d_sums, d_gates, d_cells, small, counter, eps, cell_eps, begin, end, T, start, stride, size, part,
     H: tl.constexpr, R: tl.constexpr, BQ: tl.constexpr, EVEN: tl.constexpr,

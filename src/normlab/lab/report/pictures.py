@@ -77,13 +77,14 @@ def made(configs: Sequence[Config]) -> list[Made]:
 
 
 def addresses(picture: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A picture as images of a page. A drawing in an img element runs no script."""
+    """A picture as images of a page. A drawing in an img element runs no script. Texts have no address."""
     captions = list(picture.get("captions") or ())
     files = [("png", data) for data in png(picture["images"], picture["shape"])] if picture.get("images") else []
     files += [("svg+xml", picture["svg"].encode())] if picture.get("svg") else []
     captions += [""] * (len(files) - len(captions))
-    return [(f"data:image/{kind};base64,{base64.b64encode(data).decode()}", str(said))
-            for (kind, data), said in zip(files, captions, strict=False)]  # fmt: skip
+    images = [(f"data:image/{kind};base64,{base64.b64encode(data).decode()}", str(said))
+              for (kind, data), said in zip(files, captions, strict=False)]  # fmt: skip
+    return images + [("", str(text)) for text in picture.get("texts") or ()]
 
 
 def png(encoded: str, shape: Sequence[int]) -> list[bytes]:

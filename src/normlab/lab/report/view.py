@@ -282,7 +282,7 @@ class Made:
     """Pictures that trained networks made, those of the first seed of each configuration."""
 
     title: str
-    rows: Mapping[str, list[tuple[str, str]]]  # by label: address and caption of each
+    rows: Mapping[str, list[tuple[str, str]]]  # by label: address and caption of each; texts have no address
 
 
 @dataclass(frozen=True)

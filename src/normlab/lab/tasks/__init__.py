@@ -51,7 +51,7 @@ __all__ = [
 # Modules of this package that define `TASK`.
 TASKS: tuple[str, ...] = (
     "classification", "finetune", "few_shot", "adaptation", "generation", "style", "search", "segmentation",
-    "detection", "video",
+    "detection", "video", "sequences",
 )  # fmt: skip
 
 
@@ -176,12 +176,13 @@ class Phase(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """What a person wants to look at: images in a row with their captions, or a drawing."""
+    """What a person wants to look at: images in a row with their captions, a drawing, or texts."""
 
     title: str
     images: Tensor | None = None  # [k, C, H, W], uint8 or floats in [0, 1], one channel or three
     captions: Sequence[str] = ()
     svg: str = ""
+    texts: Sequence[str] = ()
 
 
 class Task:

@@ -149,6 +149,8 @@ def drawn(picture: Picture) -> dict[str, Any]:
         found |= {"shape": list(images.shape), "images": raw}
     if picture.svg:
         found["svg"] = picture.svg
+    if picture.texts:
+        found["texts"] = list(map(str, picture.texts))
     return found
 
 
