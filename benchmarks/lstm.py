@@ -1,4 +1,4 @@
-"""Normalized LSTMs beside nn.LSTM, and beside a loop of normalized cells, forward + backward: 2 layers of 512, 128 steps.
+"""Normalized LSTMs beside nn.LSTM and a loop of normalized cells: 2 layers of 512, 128 steps, forward + backward.
 
     python benchmarks/lstm.py --out benchmarks/lstm.csv
 
@@ -79,8 +79,15 @@ def milliseconds(run: Callable[[], Any], calls: int) -> float:
 
 
 def measure(norm: str, kind: str, device: str, rounds: int, calls: int, cell_rounds: int) -> dict[str, object]:
-    x, dy = torch.randn(STEPS, BATCH, SIZE, device=device, requires_grad=True), torch.randn(STEPS, BATCH, SIZE, device=device)
-    made = {"ours": normlab.LSTM(SIZE, SIZE, LAYERS, norm=norm), "torch": nn.LSTM(SIZE, SIZE, LAYERS), "cells": Cells(norm)}
+    x, dy = (
+        torch.randn(STEPS, BATCH, SIZE, device=device, requires_grad=True),
+        torch.randn(STEPS, BATCH, SIZE, device=device),
+    )
+    made = {
+        "ours": normlab.LSTM(SIZE, SIZE, LAYERS, norm=norm),
+        "torch": nn.LSTM(SIZE, SIZE, LAYERS),
+        "cells": Cells(norm),
+    }
     runs = {name: step(model.to(device), x, dy) for name, model in made.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     with precision(kind, device):

@@ -66,9 +66,7 @@ def compare(layer: Any, *, packed: bool = False, half: bool = False, tolerance: 
     for name, value in expected.items():
         got = ours[name].double().cpu()
         scale = max(float(value.detach().abs().max()), 1.0)
-        torch.testing.assert_close(
-            got, value, rtol=0, atol=tolerance * scale, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        torch.testing.assert_close(got, value, rtol=0, atol=tolerance * scale, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def serves(x: Tensor, weight: Tensor, even: bool) -> bool:
     if weight.shape[1] > _LARGEST or weight.dtype not in _SERVED or x.dtype != torch.float32:
         return False
     if not x.is_cuda:
-        return triton.knobs.runtime.interpret
+        return triton.knobs.runtime.interpret  # type: ignore[attr-defined]
     return even or not torch.cuda.is_current_stream_capturing()
 
 
@@ -109,18 +109,19 @@ class _Launch(NamedTuple):
 
     @property
     def norms(self) -> tuple[bool, ...]:
-        return (*self.norm.constants, self.cell is not None, *((False, False) if self.cell is None else self.cell.constants))
+        """Layer and groups of the gates; the cell's norm, its layer and its groups."""
+        return *self.norm.constants, *((False,) * 3 if self.cell is None else (True, *self.cell.constants))
 
     @property
     def precision(self) -> str:
         """Products of float32: TF32 where torch's are, and otherwise three of TF32, which are as exact as float32."""
-        matmul = torch.backends.cuda.matmul
-        fast = getattr(matmul, "fp32_precision", None) == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+        matmul: Any = torch.backends.cuda.matmul
+        fast = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
         return "tf32" if fast or self.kind != torch.float32 else "tf32x3"
 
     def tiles(self, columns: int, summed: int) -> tuple[tuple[int, int, int], int]:
         """Of a product of ``[n, summed]`` and ``[columns, summed]``, and into how many parts sums may be cut."""
-        n, programs = max(n for _, n in self.steps), processors_of(self.index)
+        n, programs = max(n for _, n in self.steps), processors_of(self.place)
         rows = min(64, max(16, power(n)))
         here = next((b for b in (16, 32) if ceil(n, rows) * ceil(columns, b) <= programs), 64)
         deep = min(128 if self.kind.itemsize == 2 else 64, max(16, power(summed)))
@@ -129,25 +130,27 @@ class _Launch(NamedTuple):
         return (rows, here, deep), parts
 
     @property
-    def index(self) -> int:
-        return self.device.index if self.device.type == "cuda" else -1
+    def place(self) -> int:
+        return (self.device.index or 0) if self.device.type == "cuda" else -1
 
-    def run(self, kernel: Any, tensors: Sequence[Tensor | None], numbers: Sequence[Any], constants: Sequence[Any]) -> None:
+    def run(
+        self, kernel: Any, tensors: Sequence[Tensor | None], numbers: Sequence[Any], constants: Sequence[Any]
+    ) -> None:
         """``tensors``, a counter, epsilons, phases, the steps, ``numbers`` and constants, as the kernels take them."""
         some = tensors[0]
         assert some is not None
         given = [some if t is None else t for t in tensors]
         epsilons = self.norm.eps, 0.0 if self.cell is None else self.cell.eps
-        phases, meets = 2 * len(self.steps), one_launch() and self.index >= 0
-        grid, options = (processors_of(self.index),), {"num_warps": 4 if self.hidden_size <= 512 else 8}
-        if self.index < 0:  # the interpreter runs one program after the other
+        phases, meets = 2 * len(self.steps), one_launch() and self.place >= 0
+        grid, options = (processors_of(self.place),), {"num_warps": 4 if self.hidden_size <= 512 else 8}
+        if self.place < 0:  # the interpreter runs one program after the other
             grid, options = (3,), {}
         if meets:
             counter, each = torch.zeros(1, dtype=torch.int64, device=self.device), [(0, phases)]
             options["launch_cooperative_grid"] = True
         else:
             counter, each = some, [(phase, phase + 1) for phase in range(phases)]
-        with torch.cuda.device(self.index):
+        with torch.cuda.device(self.place):
             for begin, end in each:
                 arguments = (*given, counter, *epsilons, begin, end, *self.numbers, *numbers, *constants)
                 _start(kernel, grid, arguments, options)

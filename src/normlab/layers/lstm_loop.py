@@ -52,7 +52,7 @@ class VectorStatistics:
         self.rule: Any = WeightedPools(sources, given_weights, statistics.groups) if mixes else statistics.rule(sources)
         self.one_pool = isinstance(statistics, Single)
         # Whether the kernels have them: the layer, the four gates, or a mixture of both.
-        self.for_kernels = (self.one_pool or mixes and statistics.groups == 1) and set(self.groups) <= {1, 4}
+        self.for_kernels = (self.one_pool or (mixes and statistics.groups == 1)) and set(self.groups) <= {1, 4}
         self.closed = hasattr(self.rule, "gradient")  # whether `forward` and `backward` are there
 
     def __call__(self, a: Tensor, gain: Tensor, shift: Tensor | None, learned: Sequence[Tensor]) -> Tensor:
@@ -160,8 +160,8 @@ def run_sequence(
     x: Tensor, weight: Tensor, hidden: Normalized, cell: Normalized | None, h: Tensor, c: Tensor, apart: bool,
     steps: Steps,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """:func:`plain_sequence`, with a gradient by hand where the statistics have theirs in closed form: in one kernel for
-    all steps, or step by step in torch operators.
+    """:func:`plain_sequence`, with a gradient by hand where the statistics have theirs in closed form: in one kernel
+    for all steps, or step by step in torch operators.
     """
     by_hand = all(isinstance(n, Affine) and n.statistics.closed for n in (hidden, cell) if n is not None)
     if not by_hand or must_trace(x) or not x.numel():

@@ -1,14 +1,14 @@
 """The time loop of an LSTM with normalized gates in Triton: one launch for all steps, a kernel a direction.
 
-A step has two phases, and after each all programs meet. In one, a program takes tiles of the product of the hidden state
-(backward: of the gradient at the gates) and the weight. In the other it takes whole samples: statistics, gates and states.
-With ``end - begin`` of one there is a launch for each phase, and nothing meets.
+A step has two phases, and after each all programs meet. In one, a program takes tiles of the product of the hidden
+state (backward: of the gradient at the gates) and the weight. In the other it takes whole samples: statistics, gates
+and states. With ``end - begin`` of one there is a launch for each phase, and nothing meets.
 
 Sequences are packed: step t has ``size`` samples from row ``start`` on, in ``table [2, T]``, or the same number in each
-(EVEN). Row vectors of ``H`` values are tiles ``[R, BQ]`` of R groups; the four gates i, f, g and o lie side by side. Each
-norm has the pools layer and four groups, or one of them; ``mixing`` has four weights: of the mean and the variance of the
-layer, then of the groups. ``small [M, 24]`` holds, of the gates and then of the cell: centers, scales, and gradients at
-the four weights. Capitals are constexpr. Nothing uses atomics but the counter by which programs meet.
+(EVEN). Vectors of ``H`` values are tiles ``[R, BQ]`` of R groups; the four gates i, f, g and o lie side by side. Each
+norm has the pools layer and four groups, or one of them; ``mixing`` has four weights: of the mean and the variance of
+the layer, then of the groups. ``small [M, 24]`` holds, of the gates and then of the cell: centers, scales, and
+gradients at the four weights. Capitals are constexpr. Nothing uses atomics but the counter by which programs meet.
 """
 
 from __future__ import annotations
@@ -129,6 +129,14 @@ def _gradients_of_moments(total, dot, mean, center, scale):
 
 
 @triton.jit
+def _at_moments(d, a, mean, center, scale):
+    """The same for a whole tile."""
+    return _gradients_of_moments(
+        tl.sum(tl.sum(d, 1), 0), tl.sum(tl.sum(d * (a - mean), 1), 0), mean, center, scale
+    )  # fmt: skip
+
+
+@triton.jit
 def _through(
     d, a, mean, scale, d_center, d_var, layer_mean, d_layer_mean, d_layer_var, w2, w3,
     COUNT: tl.constexpr, ALL: tl.constexpr, LAYER: tl.constexpr, GROUP: tl.constexpr,
@@ -143,8 +151,8 @@ def _through(
 
 
 @triton.jit
-def _four(a, b, c, d):
-    return (a + b + c + d) * 0.25
+def _square(x):
+    return x * x
 
 
 @triton.jit
@@ -156,8 +164,8 @@ def _standardized_gates(
     mf, vf = _moments(af, ok, H)
     mg, vg = _moments(ag, ok, H)
     mo, vo = _moments(ao, ok, H)
-    m = _four(mi, mf, mg, mo)
-    v = _four(vi, vf, vg, vo) + _four((mi - m) * (mi - m), (mf - m) * (mf - m), (mg - m) * (mg - m), (mo - m) * (mo - m))
+    m = (mi + mf + mg + mo) / 4
+    v = (vi + vf + vg + vo + _square(mi - m) + _square(mf - m) + _square(mg - m) + _square(mo - m)) / 4
     ci, si = _coefficients(mi, vi, m, v, w0, w1, w2, w3, eps, LAYER, GROUP)
     cf, sf = _coefficients(mf, vf, m, v, w0, w1, w2, w3, eps, LAYER, GROUP)
     cg, sg = _coefficients(mg, vg, m, v, w0, w1, w2, w3, eps, LAYER, GROUP)
@@ -262,9 +270,9 @@ def lstm_backward(
     LAYER: tl.constexpr, GROUP: tl.constexpr, CELL: tl.constexpr, CELL_LAYER: tl.constexpr, CELL_GROUP: tl.constexpr,
     PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Steps come in backward's order. ``w [H, 4 H]``; ``before [M, H]`` has the cell state before each step; ``dh`` is the
-    sum of PARTS tensors ``[N, H]`` that lie ``part`` apart. ``d_sums`` is at what the hidden state adds, in the weight's
-    type, ``d_gates`` at the gates, and ``d_cells [M, H]`` at the output of the cell's norm."""
+    """Steps come in backward's order. ``w [H, 4 H]``; ``before [M, H]`` has the cell state before each step; ``dh`` is
+    the sum of PARTS tensors ``[N, H]`` that lie ``part`` apart. ``d_sums`` is at what the hidden state adds, in the
+    weight's type, ``d_gates`` at the gates, and ``d_cells [M, H]`` at the output of the cell's norm."""
     Q: tl.constexpr = H // R
     q = tl.arange(0, BQ)
     r = tl.arange(0, R)
@@ -342,10 +350,10 @@ def lstm_backward(
                 df = tl.where(ok, df * tl.load(gain + H + j, mask=ok, other=0.0), 0.0)
                 dg = tl.where(ok, dg * tl.load(gain + 2 * H + j, mask=ok, other=0.0), 0.0)
                 do = tl.where(ok, do * tl.load(gain + 3 * H + j, mask=ok, other=0.0), 0.0)
-                dci, dvi = _gradients_of_moments(tl.sum(tl.sum(di, 1), 0), tl.sum(tl.sum(di * (ai - mi), 1), 0), mi, ci, si)
-                dcf, dvf = _gradients_of_moments(tl.sum(tl.sum(df, 1), 0), tl.sum(tl.sum(df * (af - mf), 1), 0), mf, cf, sf)
-                dcg, dvg = _gradients_of_moments(tl.sum(tl.sum(dg, 1), 0), tl.sum(tl.sum(dg * (ag - mg), 1), 0), mg, cg, sg)
-                dco, dvo = _gradients_of_moments(tl.sum(tl.sum(do, 1), 0), tl.sum(tl.sum(do * (ao - mo), 1), 0), mo, co, so)
+                dci, dvi = _at_moments(di, ai, mi, ci, si)
+                dcf, dvf = _at_moments(df, af, mf, cf, sf)
+                dcg, dvg = _at_moments(dg, ag, mg, cg, sg)
+                dco, dvo = _at_moments(do, ao, mo, co, so)
                 dm, dv = dci + dcf + dcg + dco, dvi + dvf + dvg + dvo
                 tl.store(own, ci)
                 tl.store(own + 1, cf)

@@ -25,7 +25,7 @@ from .. import Batch, Context, Metric, Picture, Task
 from ..measuring import Measure
 from .text import Text, encoded, load_text, read_text
 
-__all__ = ["TASK", "CharacterModel", "Sequences", "Text", "generate", "gate_norm", "load_text"]
+__all__ = ["TASK", "CharacterModel", "Sequences", "Text", "gate_norm", "generate", "load_text"]
 
 _STREAM = 2000  # characters of the test part that one state is carried over
 _AT_ONCE = 250  # steps of a test that run at once
@@ -48,12 +48,12 @@ class CharacterModel(nn.Module):
 
     def start(self, rows: int) -> State:
         """The state before any character."""
-        shape = (self.lstm.num_layers, rows, self.lstm.hidden_size)
-        return (self.linear.weight.new_zeros(shape),) * 2
+        zeros = self.linear.weight.new_zeros(self.lstm.num_layers, rows, self.lstm.hidden_size)
+        return zeros, zeros
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:  # [N, L] to [N, L, characters]
-        y, state = self.lstm(self.embedding(x), state)
-        return self.linear(self.dropout(y)), state
+        y, after = self.lstm(self.embedding(x), state)
+        return self.linear(self.dropout(y)), after
 
 
 class Sequences(Task):
@@ -100,8 +100,8 @@ class Sequences(Task):
 
     def check_data(self, data: object, function: str) -> None:
         if not isinstance(data, Text):
-            raise LabError(f"{function}() takes a normlab.lab.tasks.sequences.Text, such as load_text(PATH) returns; got "
-                           f"{type(data).__name__}.")  # fmt: skip
+            raise LabError(f"{function}() takes a normlab.lab.tasks.sequences.Text, such as load_text(PATH) "
+                           f"returns; got {type(data).__name__}.")  # fmt: skip
 
     def build(self, settings: Settings, like: Any) -> CharacterModel:
         own = self.chosen(settings)
@@ -118,8 +118,8 @@ class Sequences(Task):
 
     def check(self, model: nn.Module) -> None:
         if not isinstance(model, CharacterModel):
-            raise LabError("sequences train a normlab.lab.tasks.sequences.CharacterModel, whose state goes from piece to "
-                           f"piece; got {type(model).__name__}.")  # fmt: skip
+            raise LabError("sequences train a normlab.lab.tasks.sequences.CharacterModel, whose state goes from "
+                           f"piece to piece; got {type(model).__name__}.")  # fmt: skip
 
     # ----- training
 
@@ -127,8 +127,9 @@ class Sequences(Task):
         self.check(model)
         pieces, streams = ctx.data.number("train"), ctx.settings.batch_size
         if pieces < streams:
-            raise LabError(f"{ctx.data.name} has {pieces:,} training pieces of {ctx.data.length} characters, and a batch "
-                           f"reads {streams} streams of them; take a smaller --batch-size or --length.")  # fmt: skip
+            raise LabError(f"{ctx.data.name} has {pieces:,} training pieces of {ctx.data.length} characters, and a "
+                           f"batch reads {streams} streams of them; take a smaller --batch-size or --length."
+                           )  # fmt: skip
         return super().phases(model, ctx)
 
     def start_epoch(self, model: nn.Module, progress: float, ctx: Context) -> bool:
@@ -224,8 +225,8 @@ def gate_norm(text: str) -> dict[str, Any]:
     elif "pools" in options and spec.name == "switchable":
         norm = options.pop("pools")
     if options:
-        raise LabError(f"the norm {spec.label} of gates takes no {next(iter(options))!r}; group takes the number of its "
-                       "groups, switchable its pools, and each of them eps.")  # fmt: skip
+        raise LabError(f"the norm {spec.label} of gates takes no {next(iter(options))!r}; group takes the number "
+                       "of its groups, switchable its pools, and each of them eps.")  # fmt: skip
     return {"norm": norm, **more}
 
 

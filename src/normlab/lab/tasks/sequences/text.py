@@ -31,9 +31,9 @@ class Text(Source):
         whole = encoded(text, self.characters, name)
         self.ids = {"train": whole[: len(whole) - tested], "test": whole[len(whole) - tested :]}
         if len(self.ids["train"]) <= length:
-            raise LabError(f"{name} has {len(text):,} characters, {len(self.ids['train']):,} of them to train on, and one "
-                           f"sequence takes {length} and the character after it; give a longer text or a smaller "
-                           "--length.")  # fmt: skip
+            raise LabError(f"{name} has {len(text):,} characters, {len(self.ids['train']):,} of them to train on, "
+                           f"and one sequence takes {length} and the character after it; give a longer text or a "
+                           "smaller --length.")  # fmt: skip
 
     @property
     def about(self) -> dict[str, Any]:
