@@ -478,9 +478,15 @@ def test_autocast_multiplies_in_its_type():
     torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.03)
     y.float().sum().backward()
     assert layer.weight_hh_l0.grad.dtype == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        h, _ = normlab.LSTMCell(INPUT, HIDDEN, norm="layer")(x[0])
+    cell = normlab.LSTMCell(INPUT, HIDDEN, norm="layer")
+    with torch.autocast("cpu", torch.bfloat16):  # a state goes on to the next call as it was returned
+        state = layer(x[:4])[1]
+        torch.testing.assert_close(layer(x[4:], state)[0].float(), expected[4:], rtol=0, atol=0.05)
+        h, c = cell(x[0])
+        h, _ = cell(x[1], (h, c))
     assert h.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"takes a state h like the input, torch\.float32"):
+        layer(x[4:], state)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

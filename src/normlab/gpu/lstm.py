@@ -143,13 +143,12 @@ class _Launch(NamedTuple):
         epsilons = self.norm.eps, 0.0 if self.cell is None else self.cell.eps
         phases, meets = 2 * len(self.steps), one_launch() and self.place >= 0
         grid, options = (processors_of(self.place),), {"num_warps": 4 if self.hidden_size <= 512 else 8}
-        if self.place < 0:  # the interpreter runs one program after the other
-            grid, options = (3,), {}
         if meets:
-            counter, each = torch.zeros(1, dtype=torch.int64, device=self.device), [(0, phases)]
             options["launch_cooperative_grid"] = True
-        else:
-            counter, each = some, [(phase, phase + 1) for phase in range(phases)]
+        if self.place < 0:  # the interpreter runs one program after the other, so none may wait
+            grid, options = (3,), {}
+        counter = torch.zeros(1, dtype=torch.int64, device=self.device)
+        each = [(0, phases)] if meets else [(phase, phase + 1) for phase in range(phases)]
         with torch.cuda.device(self.place):
             for begin, end in each:
                 arguments = (*given, counter, *epsilons, begin, end, *self.numbers, *numbers, *constants)

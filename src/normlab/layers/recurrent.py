@@ -387,7 +387,8 @@ def _check_state(name: str, hx: Any, shape: tuple[int, ...], x: Tensor) -> None:
     for what, t in zip("hc", hx, strict=True):
         if tuple(t.shape) != shape:
             raise ValueError(f"{name} takes a state {what} of shape {list(shape)} for this input; got {list(t.shape)}")
-        if t.device != x.device or t.dtype != x.dtype:
+        mixed = torch.is_autocast_enabled(x.device.type) and t.is_floating_point()
+        if t.device != x.device or (t.dtype != x.dtype and not mixed):
             raise ValueError(
                 f"{name} takes a state {what} like the input, {x.dtype} on {x.device}; got {t.dtype} on {t.device}"
             )
