@@ -42,6 +42,7 @@ SLOW = {
         "test_a_terminal_shows_the_final_table_as_it_grows_and_the_time_left",
         "test_a_full_device_as_output_is_a_sentence",
     ),
+    "lab/test_cluster.py": (),
     "lab/test_detection.py": (
         "test_compared_resumed_and_applied_from_the_command_line",
         "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",

@@ -49,7 +49,8 @@ _HOME = {
     "study": ("Results", "Run", "Study", "compare", "load_model", "read_results", "run_study", "train"),
 }
 _MODULES = (
-    "analysis", "attacks", "augmentations", "corruptions", "fourier", "images", "mixing", "reproduce", "torchrun",
+    "analysis", "attacks", "augmentations", "cluster", "corruptions", "fourier", "images", "mixing", "reproduce",
+    "torchrun",
     *(name for name in _HOME if "." not in name),
 )  # fmt: skip
 _WHERE = {name: module for module, names in _HOME.items() for name in names}

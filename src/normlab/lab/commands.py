@@ -64,6 +64,16 @@ Processes = Annotated[
         help="Runs to train at once, on one GPU or on all.", min=1, show_default="one for each core of a CPU, 1 on GPUs"
     ),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="Train the runs on Ray: local, auto (the cluster of this machine) or HOST:PORT.", metavar="ADDRESS"
+    ),
+]
+Cpus = Annotated[int | None, typer.Option(help="With --ray: CPUs, and threads, of a run.", min=1, show_default="1")]
+Gpus = Annotated[
+    float | None, typer.Option(help="With --ray: GPUs of a run, 0.25 for a share.", min=0, show_default="1 on cuda")
+]
 Config = Annotated[
     Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.", parser=_path, metavar="PATH")
 ]
@@ -310,8 +320,8 @@ def _study(norms: str | None, seeds: str | None, measure: str | None, config: Pa
 
 def compare(
     norms: Norms = None, seeds: Seeds = None, measure: Measure = None, out: Out = None, config: Config = None,
-    device: Device = None, processes: Processes = None, root: Root = None, download: Download = False,
-    tensorboard: Board = False, *, settings: Given,
+    device: Device = None, processes: Processes = None, ray: Ray = None, cpus: Cpus = None, gpus: Gpus = None,
+    root: Root = None, download: Download = False, tensorboard: Board = False, *, settings: Given,
 ) -> None:  # fmt: skip
     """Train one network with several normalizers, measure each, and write a page.
 
@@ -327,7 +337,7 @@ def compare(
     with watcher(_console(), study.grid(), names, Results(study, []).label) as watch:
         results = run_study(
             study, progress=watch, device=device, root=root, download=download, tensorboard=tensorboard,
-            processes=processes,
+            processes=processes, ray=_cluster(ray, device, cpus, gpus),
         )  # fmt: skip
     results.show()
     typer.echo(f"\nresults  {study.folder}\npage     {results.report()}")
@@ -541,7 +551,8 @@ def reproduce(
     epochs: Annotated[int | None, typer.Option(help="Train so many epochs; the table says so.", min=1)] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what it costs: runs, minutes here, disk.")] = False,
     weights: Pretrained = None, images: Photographs = None,
-    device: Device = None, processes: Processes = None, root: Root = None, download: Download = False,
+    device: Device = None, processes: Processes = None, ray: Ray = None, cpus: Cpus = None, gpus: Gpus = None,
+    root: Root = None, download: Download = False,
 ) -> None:  # fmt: skip
     """Run a paper's table or figure again and print ours beside the paper's."""
     from . import reproduce as papers
@@ -556,6 +567,7 @@ def reproduce(
         "progress": Lines(_console(), [], [], _trained_how),
         "seeds": None if seeds is None else seeds_of(seeds), "only": papers.parse_only(only) if only else None,
         "weights": weights, "images": images, "epochs": epochs, "processes": processes,
+        "ray": _cluster(ray, device, cpus, gpus),
     }  # fmt: skip
     if plan:
         typer.echo(str(papers.plan(name, folder, **given)))
@@ -564,6 +576,16 @@ def reproduce(
     typer.echo(str(outcome))
     for path in (*outcome.figures, *([outcome.report] if outcome.report else [])):
         typer.echo(path)
+
+
+def _cluster(address: str | None, device: str | None, cpus: int | None, gpus: float | None) -> Any:
+    from .cluster import Cluster
+
+    if address is None:
+        if cpus is not None or gpus is not None:
+            raise LabError("--cpus and --gpus say what a run takes of a Ray cluster; give --ray too.")
+        return None
+    return Cluster.of(address, None if device in (None, "auto") else device, cpus, gpus)
 
 
 def _trained_how(settings: Settings) -> str:

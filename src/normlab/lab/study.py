@@ -13,7 +13,7 @@ Runs and results are found by the digest of their settings, so results of other 
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,9 +35,10 @@ from .tasks import TASKS, Context, Source, like, task_of
 from .tasks import task as task_by_name
 from .torchrun import led, together
 from .watcher import Watcher
-from .workers import Crew, crew_for, run_jobs
+from .workers import Crew, cluster_for, crew_for, run_jobs
 
 if TYPE_CHECKING:
+    from .cluster import Cluster
     from .evaluate import Measurement
 
 __all__ = [
@@ -58,6 +59,7 @@ def compare(
     root: str | Path | None = None,
     download: bool = False,
     processes: int | None = None,
+    ray: str | Cluster | None = None,
     **settings: Any,
 ) -> Results:
     """Train the same network with several normalizers, measure each, and keep everything in a folder.
@@ -65,10 +67,13 @@ def compare(
     What is left out is as in the task's default comparison. Other settings are keywords, and a list makes an axis of
     the grid: ``compare(["none", "batch"], data="cifar10", model="vgg8", batch_size=[128, 32])``, or
     ``compare(task="path/to/file.py")``. Without ``out`` the folder is runs/, data, model and a digest of the settings.
-    The same call again resumes. ``processes`` is how many runs are trained at once.
+    The same call again resumes. ``processes`` is how many runs are trained at once, and ``ray`` a cluster that trains
+    them (:class:`normlab.lab.cluster.Cluster`, or its address).
     """
     study = make_study(norms, seeds, measure, out, settings)
-    return run_study(study, progress=progress, device=device, root=root, download=download, processes=processes)
+    return run_study(
+        study, progress=progress, device=device, root=root, download=download, processes=processes, ray=ray
+    )
 
 
 def run_study(
@@ -80,19 +85,21 @@ def run_study(
     download: bool = False,
     tensorboard: bool = False,
     processes: int | None = None,
+    ray: str | Cluster | None = None,
 ) -> Results:
     """Train and measure what is not in the study's folder yet.
 
     Names, data, models and the folder's settings are checked before the first file is written. ``processes`` is how
     many runs are trained at once, on all GPUs if there are several. The default is one for each core on a CPU, and one
-    on a GPU.
+    on a GPU. ``ray`` is a cluster that trains them instead: the folder is the same, with or without it.
     """
     if study.folder is None:
         raise LabError("a study needs a folder for its results; give Study(..., folder=...), or --out.")
-    folder, watch, place = study.folder, progress or Watcher(), pick_device(device)
+    folder, watch = study.folder, progress or Watcher()
+    place = pick_device(device if ray is None else "cpu")
     measurements = measurements_of(study.measurements, study.base)
     grid = study.grid()
-    crew = crew_for(place, processes, len(grid))
+    crew = crew_for(place, processes, len(grid)) if ray is None else cluster_for(ray, device, processes)
     data = _checked_data(grid, measurements, root=root, download=download)
     _merged(study)
     with locked(folder):
@@ -112,7 +119,7 @@ def run_study(
                 left.append((settings, open_))
                 _tell_of_training_again(settings, folder / "runs" / settings.name, known, open_, watch)
         if crew is not None:
-            _run_at_once(folder, left, crew, watch, root, tensorboard)
+            _run_at_once(folder, left, crew, watch, root, tensorboard, lambda settings: data[data_key(settings)])
         else:
             for settings, open_ in left:
                 own = data[data_key(settings)]
@@ -125,8 +132,8 @@ def run_study(
 
 
 def _run_at_once(
-    folder: Path, left: Sequence[tuple[Settings, list[Measurement]]], crew: Crew, watch: Watcher,
-    root: str | Path | None, tensorboard: bool,
+    folder: Path, left: Sequence[tuple[Settings, list[Measurement]]], crew: Crew | Cluster, watch: Watcher,
+    root: str | Path | None, tensorboard: bool, data: Callable[[Settings], Source],
 ) -> None:  # fmt: skip
     """Train and measure the runs that are left, several at once."""
     jobs = [
@@ -139,7 +146,7 @@ def _run_at_once(
     for settings, _ in left:
         _check_home(settings, folder / "runs" / settings.name)
     write = partial(append_line, folder / "results.jsonl")
-    if jobs and (passed := run_jobs(jobs, crew, watch, lambda settings, record: write(record))):
+    if jobs and (passed := run_jobs(jobs, crew, watch, lambda settings, record: write(record), data)):
         raise LabError(passed[0])
 
 

@@ -6,7 +6,8 @@ images do not fill a large GPU, but several processes can (:mod:`normlab.lab.mps
 lines. So a script needs no ``if __name__ == "__main__"``, as it would for Python's own process pools.
 
 A worker does for one run what :func:`normlab.lab.study.run_study` does, and reports it. The parent writes the results,
-unless they are kept in the run's own folder, which other processes may share.
+unless they are kept in the run's own folder, which other processes may share. On a Ray cluster the same function does
+a run (:mod:`normlab.lab.cluster`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,7 +34,13 @@ from .store import Busy, read_json
 from .torchrun import led
 from .watcher import Watcher
 
-__all__ = ["Crew", "Job", "check_processes", "crew_for", "longest_first", "run_jobs", "threads_for"]
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+__all__ = [
+    "Crew", "Job", "check_processes", "cluster_for", "crew_for", "longest_first", "perform", "run_jobs", "tell",
+    "threads_for",
+]  # fmt: skip
 
 # Plain values: settings, home, measure, root, tensorboard, and keep: whether results stay in the run's own folder.
 Job = dict[str, Any]
@@ -93,6 +101,19 @@ def crew_for(place: torch.device, processes: int | None, runs: int) -> Crew | No
     return Crew(processes, threads, tuple(devices))
 
 
+def cluster_for(ray: str | Cluster, device: torch.device | str | None, processes: int | None) -> Cluster:
+    """The cluster of an address, for runs on a device."""
+    from .cluster import Cluster
+
+    if led().world > 1:
+        raise LabError("under torchrun all processes share each training, so it takes no Ray cluster; leave ray out.")
+    if processes is not None:
+        raise LabError(f"processes = {processes} is for one machine without Ray; how many runs a cluster works on at "
+                       "once follows from what each takes, --cpus and --gpus.")  # fmt: skip
+    name = None if device is None or str(device) == "auto" else str(device)
+    return ray if isinstance(ray, Cluster) else Cluster.of(ray, name)
+
+
 def check_processes(processes: Any) -> None:
     if processes is not None and (not isinstance(processes, int) or processes < 1):
         raise LabError(f"processes = {processes!r} runs nothing; expected a whole number, 1 or more.")
@@ -105,12 +126,19 @@ def longest_first(runs: Sequence[Settings]) -> list[Settings]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], crew: Crew, watch: Watcher, record: Callable[[Settings, dict[str, Any]], None]
-) -> list[str]:
+    jobs: Sequence[Job], crew: Crew | Cluster, watch: Watcher, record: Callable[[Settings, dict[str, Any]], None],
+    data: Callable[[Settings], Any] | None = None,
+) -> list[str]:  # fmt: skip
     """Run ``jobs``; tell ``watch`` what happens and ``record`` what is measured.
 
-    Returns a sentence for each run that another process works on; such runs are left to it.
+    Returns a sentence for each run that another process works on; such runs are left to it. ``data`` is where a
+    cluster has the data of a run from; processes of this machine load them themselves.
     """
+    if not isinstance(crew, Crew):
+        from .cluster import run_on
+
+        assert data is not None
+        return run_on(jobs, crew, watch, record, data)
     passed: list[str] = []
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
     waiting = list(reversed(jobs))
@@ -135,7 +163,7 @@ def run_jobs(
                     worker.give(waiting.pop())
                     busy += 1
             else:
-                _tell(watch, record, worker.settings, event)
+                tell(watch, record, worker.settings, event)
             if unsure and event["event"] == "epoch":
                 unsure = False
                 if not mps.serving(own):
@@ -143,7 +171,8 @@ def run_jobs(
     return passed
 
 
-def _tell(watch: Watcher, record: Callable[..., None], settings: Settings, event: dict[str, Any]) -> None:
+def tell(watch: Watcher, record: Callable[..., None], settings: Settings, event: dict[str, Any]) -> None:
+    """Pass an event of a run on."""
     watch.turn(settings)
     kind = event["event"]
     if kind == "run":
@@ -266,10 +295,37 @@ def _jobs() -> Iterator[Job]:
         yield json.loads(given.get())
 
 
-def _work(device: str) -> None:
+def perform(job: Job, load: Callable[[Settings], Any], place: torch.device, say: Callable[..., None]) -> None:
+    """Train and measure one run in its folder, and say what happens: events, of which the last is how it ended."""
     from .grid import measurements_of
     from .store import append_line, locked, read_records
-    from .study import data_key, load_data, measured, trained
+    from .study import measured, trained
+
+    settings, home = Settings.from_values(job["settings"], source="a job"), Path(job["home"])
+    try:
+        watch, data = _Teller(say), load(settings)
+        with locked(home):
+            model = trained(settings, data, home, watch, place, tensorboard=job["tensorboard"])
+            # Another process may have measured in a shared folder meanwhile.
+            done = {r["measurement"] for r in read_records(home)} if job.get("keep") else set()
+            open_ = [m for m in measurements_of(job["measure"], settings) if m.name not in done]
+            for record in measured(model, data, settings, open_, watch, place):
+                if job.get("keep"):
+                    append_line(home / "results.jsonl", record)
+                say("measured", record=record)
+        say("done")
+    except Busy as error:
+        say("busy", sentence=str(error))
+    except LabError as error:
+        say("error", sentence=str(error))
+    except Exception as error:
+        if (sentence := of_memory(error)) is None:
+            raise
+        say("error", sentence=f"{settings.name}: {sentence}")
+
+
+def _work(device: str) -> None:
+    from .study import data_key, load_data
 
     # Only events may go to the parent, so what libraries print goes to stderr.
     sys.stdout.flush()
@@ -283,32 +339,17 @@ def _work(device: str) -> None:
 
     place = torch.device(device)
     loaded: tuple[Any, Any] = (None, None)
+
+    def load(settings: Settings, root: str | None) -> Any:
+        nonlocal loaded
+        key = (data_key(settings), root)
+        if loaded[0] != key:
+            loaded = (None, None)  # freed before the next data set is loaded: both might not fit
+            loaded = (key, load_data(settings, root=root).to(place))
+        return loaded[1]
+
     for job in _jobs():
-        settings, home = Settings.from_values(job["settings"], source="a job"), Path(job["home"])
-        try:
-            key = (data_key(settings), job["root"])
-            if loaded[0] != key:
-                loaded = (None, None)  # freed before the next data set is loaded: both might not fit
-                loaded = (key, load_data(settings, root=job["root"]).to(place))
-            watch, data = _Teller(say), loaded[1]
-            with locked(home):
-                model = trained(settings, data, home, watch, place, tensorboard=job["tensorboard"])
-                # Another process may have measured in a shared folder meanwhile.
-                done = {r["measurement"] for r in read_records(home)} if job.get("keep") else set()
-                open_ = [m for m in measurements_of(job["measure"], settings) if m.name not in done]
-                for record in measured(model, data, settings, open_, watch, place):
-                    if job.get("keep"):
-                        append_line(home / "results.jsonl", record)
-                    say("measured", record=record)
-            say("done")
-        except Busy as error:
-            say("busy", sentence=str(error))
-        except LabError as error:
-            say("error", sentence=str(error))
-        except Exception as error:
-            if (sentence := of_memory(error)) is None:
-                raise
-            say("error", sentence=f"{settings.name}: {sentence}")
+        perform(job, partial(load, root=job["root"]), place, say)
 
 
 if __name__ == "__main__":

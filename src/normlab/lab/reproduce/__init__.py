@@ -20,12 +20,13 @@ from ...engine.messages import nearest, words
 from ..errors import LabError
 from ..store import finite, write_atomic
 from ..study import versions
-from ..workers import check_processes
+from ..workers import check_processes, cluster_for
 from .base import Context, Entry, Outcome, Scale, as_text
 from .grid import check_only
 from .verdicts import judge
 
 if TYPE_CHECKING:
+    from ..cluster import Cluster
     from ..watcher import Watcher
     from .costs import Plan
 
@@ -72,6 +73,7 @@ def run(
     capture: bool | None = None,
     epochs: int | None = None,
     processes: int | None = None,
+    ray: str | Cluster | None = None,
     scale: Scale | None = None,
 ) -> Outcome:
     """Run an entry, and write its figures and a page to ``folder``. Finished results in it are not computed again.
@@ -86,10 +88,12 @@ def run(
         capture: replay training steps as CUDA graphs, by default on CUDA. It changes the time and no number.
         epochs: epochs to train instead of the scale's. Milestones move in proportion, and the comparison says so.
         processes: how many cells to train at once, on all GPUs if there are several.
+        ray: a Ray cluster that trains the cells, or its address.
     """
     entry, ctx = _asked(
         name, folder, full=full, device=device, data_root=data_root, download=download, progress=progress, seeds=seeds,
-        only=only, weights=weights, images=images, capture=capture, epochs=epochs, processes=processes, scale=scale,
+        only=only, weights=weights, images=images, capture=capture, epochs=epochs, processes=processes, ray=ray,
+        scale=scale,
     )  # fmt: skip
     outcome = entry.run(ctx)
     if only:
@@ -115,7 +119,7 @@ def _asked(
     data_root: str | Path | None = None, download: bool = False, progress: Watcher | None = None,
     seeds: int | Sequence[int] | None = None, only: Mapping[str, str] | None = None, weights: str | Path | None = None,
     images: str | Path | None = None, capture: bool | None = None, epochs: int | None = None,
-    processes: int | None = None, scale: Scale | None = None,
+    processes: int | None = None, ray: str | Cluster | None = None, scale: Scale | None = None,
 ) -> tuple[Entry, Context]:  # fmt: skip
     known = entries()
     if name not in known:
@@ -126,7 +130,7 @@ def _asked(
         download, progress,
         tuple(range(seeds)) if isinstance(seeds, int) else None if seeds is None else tuple(seeds), dict(only or {}),
         None if weights is None else Path(weights), None if images is None else Path(images), capture, epochs,
-        processes, name,
+        processes, None if ray is None else cluster_for(ray, device, processes), name,
     )  # fmt: skip
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")

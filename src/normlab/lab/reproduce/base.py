@@ -21,6 +21,7 @@ from .verdicts import Judged, printed, rounded
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ..cluster import Cluster
     from ..settings import Settings
     from ..study import Results
     from ..watcher import Watcher
@@ -51,6 +52,7 @@ class Context:
     capture: bool | None = None  # CUDA graphs; None: on CUDA
     epochs: int | None = None  # in place of those of the scale
     processes: int | None = None  # cells that are trained at once; None: one
+    ray: Cluster | None = None  # where cells are trained instead
     entry: str | None = None  # by name
     asked: list[Settings] = field(default_factory=list)  # every cell that ``only`` was asked about
     usual: set[int] = field(default_factory=set)  # epochs that the scale has

@@ -188,19 +188,25 @@ def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Colu
     from ..study import data_key, load_data, pick_device
     from ..workers import crew_for, longest_first, run_jobs
 
-    place = pick_device(ctx.device)
-    crew = crew_for(place, 1 if ctx.processes is None else ctx.processes, len(cells))
+    if ctx.ray is None:
+        crew = crew_for(pick_device(ctx.device), 1 if ctx.processes is None else ctx.processes, len(cells))
+    else:
+        crew = ctx.ray
     if crew is None or not cells:
         return set()
+
+    def data(settings: Settings) -> Any:
+        return load_data(settings, root=ctx.root, download=ctx.download)
+
     for settings in {data_key(s): s for s in cells}.values():
-        load_data(settings, root=ctx.root, download=ctx.download)  # downloads once, or raises before any training
+        data(settings)  # downloads once, or raises before any training
     homes = {s: ctx.folder / "runs" / s.name for s in cells}
     jobs = [
         {"settings": s.values(), "home": str(homes[s]), "measure": _open(homes[s], s, columns).own,
          "root": None if ctx.root is None else str(ctx.root), "tensorboard": False, "keep": True}
         for s in longest_first(cells)
     ]  # fmt: skip
-    run_jobs(jobs, crew, ctx.progress or Watcher(), lambda settings, record: None)
+    run_jobs(jobs, crew, ctx.progress or Watcher(), lambda settings, record: None, data)
     left = {s: _open(homes[s], s, columns) for s in cells}
     return {s for s, now in left.items() if not (now.training or now.own or now.weights)}
 

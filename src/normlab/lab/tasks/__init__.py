@@ -43,6 +43,7 @@ __all__ = [
     "Task",
     "like",
     "pixels",
+    "provide",
     "short_name",
     "task",
     "task_of",
@@ -341,9 +342,18 @@ class Task:
 
 # The registry
 
+_PROVIDED: dict[str, Task] = {}
+
+
+def provide(name: str, own: Task) -> None:
+    """Let :func:`task` find a task of a user's own by name where its file is not."""
+    _PROVIDED[name] = own
+
 
 def task(name: str) -> Task:
     """The task of that name, ``path/to/file.py`` or ``package.module:object``."""
+    if name in _PROVIDED:
+        return _PROVIDED[name]
     if name in TASKS:
         return importlib.import_module(f".{name}", __name__).TASK
     path, _, object_ = name.rpartition(":") if name.rpartition(":")[0].endswith(".py") else (name, "", "")

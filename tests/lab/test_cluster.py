@@ -1,0 +1,124 @@
+"""Runs on a Ray cluster: the numbers of this machine, whatever is lost on the way."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from normlab import lab
+from normlab.lab import LabError, Settings, Watcher
+from normlab.lab.cluster import Cluster
+from normlab.lab.reproduce import run
+from normlab.lab.workers import cluster_for, run_jobs
+
+OWN = Path(__file__).parents[2] / "docs" / "lab" / "enlarge.py"
+
+
+def test_what_a_run_takes_is_checked():
+    assert Cluster.of("auto", "cuda").gpus == 1.0 and Cluster.of("local", None) == Cluster("local", 1, 0.0)
+    assert Cluster.of("h:6379", None, 4, 0.25).device == "cuda"
+    assert cluster_for("local", torch.device("cpu"), None) == Cluster("local")
+    with pytest.raises(LabError, match="is no address that this takes; expected local"):
+        Cluster.of("ray://head:10001", None)
+    with pytest.raises(LabError, match=r"cannot take 1 CPUs and 1.5 GPUs"):
+        Cluster.of("auto", None, 1, 1.5)
+    with pytest.raises(LabError, match="device = cpu and 1 GPUs a run do not fit"):
+        Cluster.of("auto", "cpu", 1, 1)
+    with pytest.raises(LabError, match="processes = 2 is for one machine without Ray"):
+        lab.compare(["none"], data="digits", ray="local", processes=2, out="never")
+    assert not Path("never").exists()
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two machines of a cluster, for which this process stands; the head itself works on nothing."""
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster as Machines
+
+    machines = Machines(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    machines.add_node(num_cpus=1)
+    machines.add_node(num_cpus=1)
+    yield machines
+    machines.shutdown()
+
+
+class Loses(Watcher):
+    """Calls ``lose`` once, after the first epoch that is told; counts what is trained and said."""
+
+    def __init__(self, lose):
+        self.lose, self.epochs, self.notes, self.began = lose, [], [], []
+
+    def turn(self, settings):
+        self.now = settings.name
+
+    def run(self, settings, *, done_epochs):
+        self.began.append((settings.name, done_epochs))
+
+    def epoch(self, line):
+        self.epochs.append((self.now, line["epoch"]))
+        if self.lose is not None and line["epoch"] == 1:
+            self.lose, lose = None, self.lose
+            lose()
+
+    def note(self, sentence):
+        self.notes.append(sentence)
+
+
+GRID = {"data": "digits", "epochs": 4, "train_size": 200, "test_size": 50, "model": "small", "width": 4}
+
+
+def numbers(folder):
+    """Every measured value and every weight that was kept."""
+    records = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+    weights = {p.parent.name: p.read_bytes() for p in folder.glob("runs/*/best.safetensors")}
+    return sorted((r["run"], r["measurement"], json.dumps(r["values"])) for r in records), weights
+
+
+def test_a_study_outlives_a_machine(nodes, tmp_path):
+    def lose():
+        """Both machines: a run is surely lost."""
+        for node in nodes.list_all_nodes()[1:]:
+            nodes.remove_node(node, allow_graceful=False)
+        nodes.add_node(num_cpus=1)
+
+    watch = Loses(lose)
+    asked = {"norms": ["none", "batch"], "seeds": 3, "measure": ["clean"], **GRID}
+    lab.compare(out=tmp_path / "lost", ray=nodes.address, progress=watch, **asked)
+    assert any("was lost" in note and "goes on elsewhere" in note for note in watch.notes)
+    lab.compare(out=tmp_path / "here", **asked)
+    assert numbers(tmp_path / "lost") == numbers(tmp_path / "here")
+    # What had come back is not computed again: a run begins anew only where it was lost.
+    assert 6 < len(watch.began) <= 8
+
+
+def test_a_killed_worker_and_a_task_of_ones_own(nodes, tmp_path, monkeypatch):
+    """The file of the task is read by this process alone: its code travels."""
+    monkeypatch.chdir(tmp_path)
+    only_here = f"import os\nfrom pathlib import Path\n\nassert os.getpid() == {os.getpid()}\n"
+    says_who = f"        Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+    begin = "    def start_epoch(self, model, progress, ctx):\n"
+    text = OWN.read_text().replace("    def evaluate(", f"{begin}{says_who}        return False\n\n    def evaluate(")
+    Path("mine.py").write_text(text.replace("import torch\n", f"import torch\n{only_here}", 1))
+    watch = Loses(lambda: os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL))
+    asked = {"task": "mine.py", "norms": ["batch"], "seeds": 1, "epochs": 3, "train_size": 100, "test_size": 20}
+    lab.compare(out=tmp_path / "killed", ray=nodes.address, progress=watch, **asked)
+    assert any("was lost" in note for note in watch.notes)
+    lab.compare(out=tmp_path / "here", processes=1, **asked)
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "here")
+
+
+def test_a_reproduction_and_what_fails_on_the_cluster(nodes, tmp_path):
+    asked = {"scale": "smoke", "device": "cpu", "only": {"norm": "batch"}}
+    there = run("batch-group-table5", tmp_path / "there", ray=nodes.address, **asked)
+    assert there.comparisons == run("batch-group-table5", tmp_path / "here", **asked).comparisons
+    wrong = Settings(data="digits", model="nope", epochs=1).values()
+    job = {"home": str(tmp_path / "a"), "measure": [], "root": None, "tensorboard": False, "settings": wrong}
+    digits = lab.load("digits")
+    with pytest.raises(LabError, match="there is no model 'nope'"):
+        run_jobs([job], Cluster(nodes.address), Watcher(), lambda *_: None, lambda _: digits)
+    with pytest.raises(LabError, match=r"there is no Ray cluster at '127.0.0.1:1'"):
+        run_jobs([job], Cluster("127.0.0.1:1"), Watcher(), lambda *_: None, lambda _: digits)
