@@ -3,8 +3,9 @@
     python benchmarks/segmentation_steps.py --out benchmarks/segmentation_steps.csv
 
 ``captured`` is the step of the lab's training loop, a CUDA graph on a GPU; ``eager`` is a loop as in torchvision's own
-scripts: forward, loss, backward, SGD. Candidates run in alternation, ratios are medians over rounds, peaks are of the
-memory of one step beyond weights and optimizer. Rows of other devices stay in the file.
+scripts: forward, loss, backward, SGD. Each candidate runs in alternation with the network as it is shipped, ratios are
+medians over rounds, peaks are of the memory of one eager step beyond weights and optimizer. Rows of other devices stay
+in the file.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from normlab.lab.tasks.segmentation import Masked
 from normlab.lab.tasks.segmentation.sources import Part
 from normlab.lab.watcher import Watcher
 
-# "torch" leaves the layers of torchvision; an option makes the lab convert batch norm too.
-CANDIDATES = {"torchvision": "torch", "batch": "batch(eps=1e-5)", "group": "group", "switchable": "switchable",
+# An option makes the lab convert batch norm too.
+CANDIDATES = {"batch": "batch(eps=1e-5)", "group": "group", "switchable": "switchable",
               "batch_group": "batch_group(32)"}  # fmt: skip
 CLASSES = tuple(f"class {k}" for k in range(11))
 
@@ -83,6 +84,21 @@ def seconds(run: Callable[[], None], device: torch.device, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def first(run: Callable[[], None], device: torch.device) -> float:
+    """Warm-up steps, the capture and replays; then the peak of the memory of one step in MiB, on a GPU."""
+    on_gpu = device.type == "cuda"
+    for _ in range(5 if on_gpu else 1):
+        run()
+    if not on_gpu:
+        return 0.0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
@@ -91,48 +107,38 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--precision", default="tf32", choices=("tf32", "bf16", "float32"))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", help="candidates, with commas between")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     height, width = map(int, args.size.split("x"))
+    where = torch.cuda.get_device_name() if on_gpu else cpu()
+    about = {"model": args.model, "size": args.size, "batch_size": args.batch_size, "precision": args.precision}
+    kept = [r for r in read(args.out) if r["device"] != where or any(r[k] != str(v) for k, v in about.items())]
     rows: list[dict[str, Any]] = []
     with arithmetic(args.precision):
-        runs, peaks = {}, {}
-        for name, norm in CANDIDATES.items():
-            for kind, run in runs_of(
-                norm, args.model, (height, width), args.batch_size, args.precision, device
-            ).items():
-                start = time.perf_counter()
-                runs[name, kind] = run
-                for _ in range(5 if on_gpu else 1):  # warm-up steps, the capture, and replays
-                    run()
-                if on_gpu:
-                    torch.cuda.synchronize()
-                    before = torch.cuda.memory_allocated()
-                    torch.cuda.reset_peak_memory_stats()
-                    run()
-                    torch.cuda.synchronize()
-                    peaks[name, kind] = (torch.cuda.max_memory_allocated() - before) / 2**20
-                print(f"{name}, {kind}: first steps in {time.perf_counter() - start:.1f} s", flush=True)
-        times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-        for _ in range(args.rounds):
-            for key, run in runs.items():
-                times[key].append(seconds(run, device, 5 if on_gpu else 1))
-    for (name, kind), own in times.items():
-        shipped = times["torchvision", kind]
-        rows.append({
-            "step": name, "kind": kind,
-            "ratio": round(statistics.median(a / b for a, b in zip(own, shipped, strict=True)), 3),
-            "ms": round(1000 * statistics.median(own), 2),
-            "peak MiB": round(peaks[name, kind]) if kind == "eager" and on_gpu else "",
-            "model": args.model, "size": args.size, "batch_size": args.batch_size, "precision": args.precision,
-        })  # fmt: skip
-        print(rows[-1], flush=True)
-    where = torch.cuda.get_device_name() if on_gpu else cpu()
-    about = ("model", "size", "batch_size", "precision")
-    mine = {tuple(str(row[k]) for k in about) for row in rows}
-    others = [r for r in read(args.out) if r["device"] != where or tuple(r[k] for k in about) not in mine]
-    write([*others, *({**row, **machine(where)} for row in rows)], args.out, {})
+        shipped = runs_of("torch", args.model, (height, width), args.batch_size, args.precision, device)
+        peaks = {kind: first(run, device) for kind, run in shipped.items()}
+        for name in args.only.split(",") if args.only else CANDIDATES:
+            start = time.perf_counter()
+            made = runs_of(CANDIDATES[name], args.model, (height, width), args.batch_size, args.precision, device)
+            for kind, run in made.items():
+                peak = first(run, device)
+                times: dict[str, list[float]] = {"torchvision": [], name: []}
+                for _ in range(args.rounds):
+                    for which, step in (("torchvision", shipped[kind]), (name, run)):
+                        times[which].append(seconds(step, device, 5 if on_gpu else 1))
+                ratios = [b / a for a, b in zip(times["torchvision"], times[name], strict=True)]
+                row = {
+                    "step": name, "kind": kind, "ratio": round(statistics.median(ratios), 3),
+                    "ms": round(1000 * statistics.median(times[name]), 2),
+                    "torchvision ms": round(1000 * statistics.median(times["torchvision"]), 2),
+                }  # fmt: skip
+                if kind == "eager" and on_gpu:
+                    row |= {"peak MiB": round(peak), "torchvision peak MiB": round(peaks[kind])}
+                rows.append(row | about)
+                print(rows[-1], f"after {time.perf_counter() - start:.1f} s", flush=True)
+            write([*kept, *({**row, **machine(where)} for row in rows)], args.out, {})
 
 
 if __name__ == "__main__":
