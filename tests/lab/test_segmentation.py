@@ -504,3 +504,27 @@ def test_camvid(tmp_path: Path) -> None:
     assert len(data.classes) == 11 and data.usual == (180, 240) and data.even
     shares = torch.cat([y.flatten() for _, y in data.parts["train"].held or ()]).bincount(minlength=256)
     assert shares[:11].min() > 0 and shares[11:255].sum() == 0
+
+
+def test_table_5_of_switchable_norm(tmp_path: Path) -> None:
+    from normlab.lab import reproduce
+    from normlab.lab.reproduce.base import Context as Reproduction
+    from normlab.lab.reproduce.switchable.segmentation import TABLE_5, _table_5
+
+    assert TABLE_5["SN"]["ADE20K-ss"].mean - TABLE_5["GN"]["ADE20K-ss"].mean == pytest.approx(3.0)  # as the text says
+    assert TABLE_5["SN"]["Cityscapes-ms"].mean - TABLE_5["SyncBN"]["Cityscapes-ms"].mean == pytest.approx(2.1)
+    done = reproduce.run("switchable-table5", tmp_path / "out", scale="smoke", device="cpu", seeds=1)
+    (table,) = done.comparisons
+    assert {(r.label, r.column, r.paper) for r in table.rows} >= {
+        ("SyncBN", "ADE20K-ss", 36.4),
+        ("BN", "ADE20K-ms", None),
+    }
+    assert len(table.rows) == 8 and all(0 <= r.mean <= 100 for r in table.rows) and done.report is not None
+    assert {dict(r.settings.options).get("stride", 8) for r in done.results.runs} == {4}  # type: ignore[union-attr]
+    with pytest.raises(LabError, match="Table 5 at full scale needs --images PATH"):
+        reproduce.run("switchable-table5", tmp_path / "full", full=True)
+    asked: list[Settings] = []
+    ctx = Reproduction(tmp_path / "f", "full", images=tmp_path, only={"norm": "none"}, asked=asked)
+    assert not _table_5(ctx).comparisons[0].rows and {s.norm for s in asked} == {
+        "batch", "group", "switchable(ghost=2)", "batch(ghost=2)"}  # fmt: skip
+    assert asked[0].batch_size == 16 and dict(asked[0].options)["crop"] == "450"

@@ -1,8 +1,8 @@
-""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes, ENAS, fast stylisation."""
+""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes, ENAS, style, segmentation."""
 
 from ..base import Entry
-from . import search, sizes, style
+from . import search, segmentation, sizes, style
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *search.ENTRIES, *style.ENTRIES)
+ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *search.ENTRIES, *style.ENTRIES, *segmentation.ENTRIES)
