@@ -42,6 +42,7 @@ _BACKBONES = {
     "resnet50-11ad3fa6.pth": ("torchvision:resnet50", 224, "imagenet"),
     "resnet18-f37072fd.pth": ("torchvision:resnet18", 224, "imagenet"),
     "resnet56-cifar10.safetensors": ("resnet56", 64, "imagenet"),
+    "resnet20-cifar10.safetensors": ("resnet20", 64, "imagenet"),
 }
 _SMALL = {"model": "small", "epochs": 10, "batch_size": 60, "lr": 0.02, "options": {"source_epochs": 3}}
 
