@@ -1,0 +1,66 @@
+"""The tables on the tasks' pages, made from benchmarks/tasks.csv at every build."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from papers import lines_of
+
+from normlab.lab.reproduce.verdicts import rounded
+
+CSV = Path(__file__).parent.parent / "benchmarks" / "tasks.csv"
+Row = dict[str, str]
+
+
+def results(task: str, **wanted: str) -> list[Row]:
+    with CSV.open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    return [r for r in rows if r["task"] == task and all(r[k] == v for k, v in wanted.items())]
+
+
+def pivot(rows: Sequence[Row], column: Callable[[Row], str], first: str = "norm") -> list[str]:
+    """Norms down, and across what ``column`` says of a row: means with standard errors, and who ran what."""
+    cells = {(r[first], column(r)): rounded(float(r["mean"]), float(r["error"]) if r["error"] else None) for r in rows}
+    across, down = (list(dict.fromkeys(k[i] for k in cells)) for i in (1, 0))
+    table = lines_of(["", *across], ([f"`{k}`", *(cells.get((k, c), "") for c in across)] for k in down))
+    counts = sorted({int(r["n"]) for r in rows})
+    n = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    places = dict.fromkeys(f"{r['device']}, commit {r['commit'].removesuffix('+')}" for r in rows)
+    changed = ", **from a changed tree**" if any(r["clean_tree"] != "yes" for r in rows) else ""
+    return [*table, f"Per cent, mean and standard error of n = {n} seeds, {'; '.join(places)}{changed}.", ""]
+
+
+def _data(row: Row) -> str:
+    """A data set by name; folders by their last part."""
+    return row["data"].rpartition("/")[2] if row["data"].startswith("folder:") else row["data"]
+
+
+def finetune() -> str:
+    rows = results("finetune")
+    before = [r for r in rows if r["measurement"] == "start" and r["batch_size"] == "32"]
+    lines = ["Before training:", "", *pivot(before, _data)]
+    for data in dict.fromkeys(map(_data, rows)):
+        own = [r for r in rows if _data(r) == data and r["measurement"] == "clean"]
+        lines += [f"{data}, after training:", "", *pivot(own, lambda r: f"batch {r['batch_size']}")]
+    return "\n".join(lines)
+
+
+def adaptation() -> str:
+    rows = results("adaptation", measurement="test")
+    return "\n".join(pivot(rows, lambda r: f"{r['source']} to {r['target']}")) if rows else ""
+
+
+def few_shot() -> str:
+    rows = results("few_shot")
+    return "\n".join(pivot(rows, lambda r: f"{r['data']}, {r['measurement']}")) if rows else ""
+
+
+def write_measured(app: Any) -> None:
+    """A handler of sphinx's ``builder-inited``."""
+    folder = Path(app.srcdir) / "generated"
+    folder.mkdir(exist_ok=True)
+    for make in (finetune, adaptation, few_shot):
+        (folder / f"measured-{make.__name__}.md").write_text(make())
