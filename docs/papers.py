@@ -42,7 +42,6 @@ ELSEWHERE = {
     ("switchable", "Table 1"): "formulas and their cost; tests compare each layer with its formula",
     ("switchable", "Table 3"): "COCO is not at hand; the networks and their norms are in `--task detection`",
     ("switchable", "Table 4"): "COCO is not at hand; the networks and their norms are in `--task detection`",
-    ("switchable", "Table 5"): "ADE20K and Cityscapes are not at hand; CamVid stands in, `--task segmentation`",
     ("switchable", "Table 6"): "Kinetics is not at hand; moving digits stand in, `--task video`",
     ("switchable", "Table 7"): "COCO is not at hand; the networks and their norms are in `--task detection`",
     ("switchable", "Figure 1"): "importance weights over tasks: `normlab inspect RUN` prints those of a network",
