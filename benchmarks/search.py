@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from _results import cpu, machine, read, write
+from _timing import seconds
 from normlab.lab import Data, Images, Settings
 from normlab.lab.loop import _Trainer, arithmetic
 from normlab.lab.ranks import ALONE
@@ -55,15 +55,6 @@ def stepper(name: str, options: dict[str, Any], size: dict[str, int], device: to
     chosen = torch.arange(size["batch_size"])
     batches = {part: [data.rows(part, chosen, device)] for part in trainer.needs}
     return lambda: trainer._run(batches)
-
-
-def seconds(run: Callable[[], None], device: torch.device, steps: int) -> float:
-    start = time.perf_counter()
-    for _ in range(steps):
-        run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps
 
 
 def main() -> None:

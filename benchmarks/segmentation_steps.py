@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from _results import cpu, machine, read, write
+from _timing import seconds
 from normlab.lab import Settings
 from normlab.lab.loop import _Trainer, arithmetic
 from normlab.lab.ranks import ALONE
@@ -73,15 +74,6 @@ def runs_of(
         optimizer.step()
 
     return {"captured": lambda: trainer._run({"train": [raw]}), "eager": eager}
-
-
-def seconds(run: Callable[[], None], device: torch.device, steps: int) -> float:
-    start = time.perf_counter()
-    for _ in range(steps):
-        run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps
 
 
 def first(run: Callable[[], None], device: torch.device) -> float:
