@@ -94,15 +94,17 @@ def measured(
 def colours(number: int) -> Tensor:
     """A colour for each class, uint8 ``[number + 1, 3]``; the last is for ignored pixels. Neighbours differ widely.
 
-    Bits of the number go round the three channels, the lowest bit into the highest one, as VOC colours its masks.
+    Bits of the number go round the three channels, the lowest bit into the highest one, as VOC colours its masks. Class
+    0, often the background, is dark grey.
     """
     found = torch.zeros(number + 1, 3, dtype=torch.uint8)
     for k in range(number):
-        left = k + 1  # class 0 is visible too
+        left = k
         for bit in range(7, -1, -1):
             for channel in range(3):
                 found[k, channel] |= ((left >> channel) & 1) << bit
             left >>= 3
+    found[0] = 50
     found[number] = 255
     return found
 
