@@ -293,6 +293,17 @@ def test_weights_of_a_backbone_and_of_a_whole_network(tmp_path: Path) -> None:
         build_model(settings(options={"weights": "download"}), about())
 
 
+def test_a_classifier_of_timm_becomes_a_backbone(tmp_path: Path) -> None:
+    import timm
+
+    other: Any = timm.create_model("convnext_atto", num_classes=3, pretrained=False)
+    torch.save(other.state_dict(), tmp_path / "w.pt")  # whose names are others where it returns features
+    chosen = settings(model="timm:convnext_atto", width=0, norm="group", options={"weights": str(tmp_path / "w.pt")})
+    backbone = build_model(chosen, about()).net.backbone
+    assert torch.equal(backbone.stem_0.weight, other.stem[0].weight)
+    assert torch.equal(backbone.stages_3.blocks[1].conv_dw.weight, other.stages[3].blocks[1].conv_dw.weight)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [({"model": "fnc"}, "has no model 'fnc'; did you mean 'fcn'"),

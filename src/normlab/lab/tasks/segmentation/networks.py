@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +79,7 @@ def network(settings: Settings, own: SimpleNamespace, like: Any, specs: tuple[No
         if whole:
             said = weights.load(net, found, head=head_of(net, make, like))
         else:
-            weights.load_part(_backbone(net), found)
+            weights.load_part(_backbone(net), found._replace(state=_flattened(found.state, _backbone(net))))
     mean, std = weights.standard(own.standardize if given else "data", found, like, 3)
     kept = []
     for name, child in list(net.named_children()):
@@ -103,6 +103,16 @@ def _weights(model: str, choice: str, net: nn.Module) -> tuple[Weights, bool]:
     heads = {k.partition(".")[0] for k in net.state_dict()} - set(_BACKBONES)
     inside = {k.partition(".")[0] for k in weights.unwrapped(found.state, net)}
     return found, bool(inside & set(_BACKBONES)) and heads <= inside
+
+
+def _flattened(state: Mapping[str, Tensor], backbone: nn.Module) -> dict[str, Tensor]:
+    """The weights under the names that timm gives to parts of some networks, ``stem_0`` for ``stem.0``."""
+    own, found = {k.partition(".")[0] for k in backbone.state_dict()}, {}
+    for name, value in state.items():
+        first, _, rest = name.partition(".")
+        joined = f"{first}_{rest.partition('.')[0]}"
+        found[name if first in own or joined not in own else f"{first}_{rest}"] = value
+    return found
 
 
 def _classifier(model: str) -> str:
@@ -201,13 +211,17 @@ def _timm(name: str, classes: int, stride: int) -> nn.Module:
         raise LabError(f"timm:{name} needs the package timm; pip install timm") from error
     if not timm.is_model(name):
         raise LabError(f"timm has no model {name!r}; see timm.list_models()")
-    try:
-        backbone: Any = timm.create_model(name, features_only=True, pretrained=False, output_stride=stride)
-    except (RuntimeError, TypeError, AssertionError, NotImplementedError, AttributeError):
-        try:  # many have no dilation
-            backbone = timm.create_model(name, features_only=True, pretrained=False)
-        except (RuntimeError, TypeError, AssertionError, AttributeError) as error:
-            raise LabError(f"timm:{name} does not return its features ({error}), which a head needs.") from error
+    backbone: Any = None
+    why: Exception | None = None
+    for wanted in (stride, 8, 16, None):  # some dilate down to 8 or 16, and many not at all
+        more: dict[str, Any] = {} if wanted is None else {"output_stride": wanted}
+        try:
+            backbone = timm.create_model(name, features_only=True, pretrained=False, **more)
+            break
+        except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError, AttributeError) as error:
+            why = error
+    if backbone is None:
+        raise LabError(f"timm:{name} does not return its features ({why}), which a head needs.") from why
     return _OnFeatures(backbone, FCNHead(backbone.feature_info.channels()[-1], classes))
 
 
