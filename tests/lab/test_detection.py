@@ -131,6 +131,25 @@ def test_weights_of_a_detector_keep_its_function_and_those_of_a_backbone_too(tmp
         build_model(settings(norm="batch", **first_version, **{"options.head_norm": "group"}), like())
 
 
+@pytest.mark.parametrize("norm", ["group", "switchable"])
+def test_weights_of_a_backbone_with_the_same_norm(norm: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first = build_model(settings(norm=norm, model="fcos"), like()).eval()
+    with torch.no_grad():
+        for p in first.net.backbone.body.parameters():
+            p.copy_(torch.randn_like(p) / 8 if p.dim() > 1 else torch.rand_like(p))
+        torch.save(first.state_dict(), tmp_path / "first.pt")
+        given = {"options.weights": str(tmp_path / "first.pt"), "options.standardize": "data"}
+        second = build_model(settings(norm=norm, **given), like()).eval()
+        x = one_image().x
+        found, expected = (list(net.net.backbone.body(x).values())[-3:] for net in (second, first))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected, strict=True))
+    again = TASK.rebuild(settings(norm=norm, **given), like())
+    assert again.state_dict().keys() == second.state_dict().keys()
+    with pytest.raises(LabError, match="has the weights of another network"):
+        build_model(settings(norm="batch", **given), like())
+
+
 def test_stages_that_do_not_learn() -> None:
     net = build_model(settings(**{"options.trained": 2}), like()).net.backbone
     learns = {name.partition(".")[0] for name, p in net.body.named_parameters() if p.requires_grad}

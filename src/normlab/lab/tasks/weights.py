@@ -7,6 +7,7 @@ those of another detector, which has a prefix before the names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from ..errors import LabError
 from ..models.common import check_values
 from ..subjects import read_weights
 
-__all__ = ["IMAGENET", "Weights", "downloaded", "load", "load_part", "of_file", "read", "standard", "unwrapped"]
+__all__ = [
+    "IMAGENET", "Weights", "downloaded", "fits_part", "load", "load_part", "of_file", "read", "standard", "unwrapped",
+]  # fmt: skip
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of its pixels in [0, 1]
 _COUNTER = "num_batches_tracked"  # frozen and older batch norm has none
@@ -99,13 +102,25 @@ def load_part(part: nn.Module, found: Weights, *, head: Sequence[str] = ()) -> t
     return tuple(k for k in found.state if not k.startswith(prefix) or k.removeprefix(prefix) in outside)
 
 
+def fits_part(part: nn.Module, found: Weights) -> bool:
+    """Whether :func:`load_part` takes them."""
+    try:
+        load_part(deepcopy(part), found)
+    except LabError:
+        return False
+    return True
+
+
 def _load(net: nn.Module, source: str, state: Mapping[str, Tensor], head: Sequence[str],
           spare: tuple[str, ...] = ()) -> None:  # fmt: skip
     own = net.state_dict()
     wanted = {k: v for k, v in own.items() if k not in head}
-    missing = [k for k in wanted if k not in state and not k.endswith(_COUNTER)]
-    surplus = [k for k in state if k not in own and not k.startswith(spare) and not k.endswith(_COUNTER)]
     other = [k for k, v in wanted.items() if k in state and state[k].shape != v.shape]
+    # Layers know their weights by other names too: those of another weighting, of older files.
+    like = {k: v for k, v in state.items() if k not in other and k not in head}
+    found = deepcopy(net).load_state_dict(like, strict=False)
+    missing = [k for k in found.missing_keys if k not in (*head, *other) and not k.endswith(_COUNTER)]
+    surplus = [k for k in found.unexpected_keys if not k.startswith(spare) and not k.endswith(_COUNTER)]
     mine, theirs = (_channels(of[other[0]]) if len(other) == 1 else 0 for of in (own, state))
     if mine != theirs and mine and theirs and not missing and not surplus:
         hint = "--channels 3 repeats grey images" if theirs == 3 else "give data of as many channels"
@@ -116,9 +131,8 @@ def _load(net: nn.Module, source: str, state: Mapping[str, Tensor], head: Sequen
         said = [f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds.items() if names]
         raise LabError(f"{source} has the weights of another network: {', '.join(said)} of {len(own)} names, the "
                        "head apart. Give the model and its width as they were trained, with batch norm.")  # fmt: skip
-    kept = {k: v for k, v in state.items() if k in wanted}
-    check_values(net, kept, source)
-    net.load_state_dict(kept, strict=False)
+    check_values(net, like, source)
+    net.load_state_dict(like, strict=False)
 
 
 def _prefix(own: Iterable[str], state: Mapping[str, Tensor]) -> str:

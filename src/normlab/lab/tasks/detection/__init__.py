@@ -70,6 +70,9 @@ class Detection(Task):
         "standardize": Option("weights", "with weights, mean and deviation taken off the pixels: ImageNet's, or the "
                               "data's", ("weights", "data", "imagenet", "none")),
         "anchors": Option(32, "side of the smallest anchors in pixels; each level of the pyramid doubles it", low=1),
+        "proposals": Option(0, "what a second stage sees of each image; 0: torchvision's 2,000 proposals in training, "
+                            "512 of them in the losses, and 1,000 afterwards. Losses are of half of other numbers",
+                            low=0),
         "flip": Option(True, "mirror training images by chance; scenes of digits are never mirrored"),
         "jitter": Option(0.2, "scale training images by 1 - jitter to 1 + jitter", low=0, high=0.9),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from ...models.external import exchange_norms
 from ...models.heads import head_of
 from ...norms import NormSpec, parse_norm
 from ...settings import Settings
-from ..weights import Weights, load, load_part, read, standard, unwrapped
+from ..weights import Weights, fits_part, load, load_part, read, standard, unwrapped
 
 __all__ = ["BACKBONES", "MODELS", "PARTS", "Detector", "build_detector"]
 
@@ -74,6 +75,7 @@ class Plan(NamedTuple):
     size: tuple[int, int]  # height and width of images
     second: bool  # torchvision's second version: convolutions in the box head, levels from the backbone's last features
     smallest: int  # side of the smallest anchors
+    proposals: int = 0  # of two-stage detectors; 0: as many as torchvision's
 
     @property
     def channels(self) -> int:
@@ -92,7 +94,9 @@ def build_detector(settings: Settings, own: SimpleNamespace, like: Any, *, new: 
     norm, pyramid, head = _norms(settings, own)
     given, whole = own.weights != "none", own.weights_of != "backbone"
     second = own.weights_of == "detector_v2" if given and whole else head.normalizes
-    plan = Plan(settings.model, own.backbone, settings.width or _WIDTH, tuple(like.size), second, own.anchors)
+    plan = Plan(
+        settings.model, own.backbone, settings.width or _WIDTH, tuple(like.size), second, own.anchors, own.proposals
+    )
     # Weights are of networks with norms that torchvision gave them; they are exchanged when the weights are there.
     of_file = _torchvisions(plan) if given and whole else None
     makers = of_file or (_maker(pyramid), _maker(head))
@@ -101,12 +105,14 @@ def build_detector(settings: Settings, own: SimpleNamespace, like: Any, *, new: 
         return _network(plan, len(data.classes) + 1, *makers)
 
     net: Any = make(like)
-    found, said = Weights({}, "", [0.0], [1.0]), ()
+    found, said, own_norm = Weights({}, "", [0.0], [1.0]), (), None
     if given and new:
-        found, said = _load(net, make, settings, own, like)
+        found, said, own_norm = _load(net, make, settings, own, like)
     mean, std = standard(own.standardize, found, like, like.channels) if given else (like.mean, like.std)
     name = f"{settings.model} with {own.backbone}"
     net.backbone.body, notes = exchange_norms(name, net.backbone.body, norm, keep=given)
+    if own_norm is not None:
+        load_part(net.backbone.body, own_norm)
     if of_file is not None:
         chosen = (own.fpn_norm != "head" or own.head_norm != "same", own.head_norm != "same")
         places = [("backbone.fpn", pyramid, 0), *((place, head, 1) for place in _heads(net))]
@@ -170,12 +176,21 @@ def _torchvisions(plan: Plan) -> tuple[MakeNorm | None, MakeNorm | None]:
 
 def _load(
     net: Any, make: Callable[[Any], nn.Module], settings: Settings, own: SimpleNamespace, like: Any
-) -> tuple[Weights, tuple[str, ...]]:
-    """Weights of a backbone, or of a detector; the layers whose size follows the classes are new where it differs."""
+) -> tuple[Weights, tuple[str, ...], Weights | None]:
+    """Weights of a backbone, or of a detector; the layers whose size follows the classes are new where it differs.
+
+    The last of what is returned is to be loaded when the norms are exchanged: of a backbone that has the norm already.
+    """
     if own.weights_of == "backbone":
         found = read(own.weights, f"torchvision:{own.backbone}")
-        load_part(net.backbone.body, found)
-        return found, ()
+        try:
+            load_part(net.backbone.body, found)
+        except LabError:
+            body, _ = exchange_norms(settings.model, deepcopy(net.backbone.body), parse_norm(settings.norm), keep=True)
+            if not fits_part(body, found):
+                raise
+            return found, (), found
+        return found, (), None
     version = "_v2" * (own.weights_of == "detector_v2")
     found = read(own.weights, f"torchvision:{settings.model}_{own.backbone}_fpn{version}")
     found = found._replace(state=unwrapped(found.state, net))
@@ -183,7 +198,7 @@ def _load(
     fits = all(k in found.state and found.state[k].shape == names[k].shape for k in of_classes)
     if not fits:
         found = found._replace(state={k: v for k, v in found.state.items() if k not in of_classes})
-    return found, load(net, found, head=() if fits else of_classes)
+    return found, load(net, found, head=() if fits else of_classes), None
 
 
 def _heads(net: Any) -> list[str]:
@@ -219,6 +234,10 @@ def _network(plan: Plan, classes: int, pyramid: MakeNorm | None, head: MakeNorm 
         "box_predictor": FastRCNNPredictor(wide, classes),
         **common,
     }  # fmt: skip
+    if n := plan.proposals:
+        options |= {f"rpn_post_nms_top_n_{mode}": n for mode in ("train", "test")}
+        options |= {f"rpn_pre_nms_top_n_{mode}": 2 * n for mode in ("train", "test")}
+        options["box_batch_size_per_image"] = max(1, n // 2)
     if plan.kind == "fasterrcnn":
         return FasterRCNN(backbone, **options)
     options |= {
