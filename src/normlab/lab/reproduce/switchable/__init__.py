@@ -1,8 +1,10 @@
-""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes, ENAS, style, segmentation."""
+""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes, tasks, ENAS, fast stylisation."""
 
 from ..base import Entry
-from . import search, segmentation, sizes, style
+from . import detection, search, segmentation, sizes, style
 
 __all__ = ["ENTRIES"]
 
-ENTRIES: tuple[Entry, ...] = (*sizes.ENTRIES, *search.ENTRIES, *style.ENTRIES, *segmentation.ENTRIES)
+ENTRIES: tuple[Entry, ...] = (
+    *sizes.ENTRIES, *detection.ENTRIES, *segmentation.ENTRIES, *search.ENTRIES, *style.ENTRIES,
+)  # fmt: skip
