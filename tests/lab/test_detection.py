@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torchvision.models import detection as torchvisions
 
 from normlab import layers
-from normlab.lab import LabError, Settings
+from normlab.lab import LabError, Settings, reproduce
 from normlab.lab.analysis import importance_by_part
+from normlab.lab.reproduce.grid import Cells
+from normlab.lab.reproduce.switchable.detection import TABLE_3, TABLE_4, TABLE_7
 from normlab.lab.study import build_model, load_data
 from normlab.lab.tasks import Batch, Context, pixels, task, task_of
 from normlab.lab.tasks.detection import TASK
@@ -434,6 +436,54 @@ def test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one(tmp_path: Path)
     found = fit(again, data, chosen, folder=tmp_path / "run").epochs
     assert [e["loss"] for e in found] == [e["loss"] for e in expected]
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values(), strict=True))
+
+
+# The paper's tables ---------------------------------------------------------------------------------------------------
+
+
+def test_published_tables_agree_with_their_text() -> None:
+    def apart(table: Any, one: tuple[str, str], other: tuple[str, str], column: str = "AP") -> float:
+        return round(table[one][column].mean - table[other][column].mean, 1)
+
+    assert (
+        apart(TABLE_3, ("frozen", "SN"), ("frozen", "GN")) == 0.8 and apart(TABLE_3, ("SN", "SN"), ("GN", "GN")) == 1.1
+    )
+    assert apart(TABLE_4, ("GN", "SN"), ("GN", "GN")) == 0.2
+    assert apart(TABLE_4, ("GN", "SN"), ("GN", "GN"), "mask_AP") == 0.3
+    assert apart(TABLE_7, ("new-SN", "SN"), ("new-BN", "BN")) == 9.5 and len(TABLE_7.rows) == 7
+
+
+def test_a_table_is_reproduced_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)
+    shown, weights = reproduce.run("switchable-table3", tmp_path / "out", scale="smoke", device="cpu").comparisons
+    assert {r.label for r in shown.rows} == {
+        "frozen, head none", "frozen, head GN", "frozen, head SN", "GN, head GN", "SN, head SN"}  # fmt: skip
+    assert {r.label for r in weights.rows} == {"backbone", "FPN", "box head"}
+    assert sum(r.mean for r in weights.rows) == pytest.approx(300)
+    kept = sorted(p.name.split("-")[0] for p in (tmp_path / "home/.cache/normlab/pretrained").iterdir())
+    assert kept == ["batch", "group", "switchable"]  # frozen batch norm starts from batch norm's
+
+
+@pytest.mark.parametrize("name", ["switchable-table3", "switchable-table4", "switchable-table7"])
+def test_settings_of_the_papers_scale(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Settings] = []
+
+    def cells(ctx: Any, grid: Any, seeds: Any) -> Cells:
+        asked.extend(grid.settings(case, 0) for case in grid.cases)
+        return Cells(grid, {}, {}, [])
+
+    monkeypatch.setattr("normlab.lab.reproduce.switchable.detection.run_grid", cells)
+    monkeypatch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)
+    (tmp_path / "resnet50-group.pth").touch()
+    reproduce.run(name, tmp_path / "out", full=True, device="cpu", data_root=tmp_path, weights=tmp_path)
+    for own in asked:
+        given = dict(own.options)
+        assert own.data == f"coco:{tmp_path / 'coco'}" and given["backbone"] == "resnet50" and own.epochs >= 12
+        assert own.batch_size // own.accumulate in (2, 3) and not own.decay_all and task_of(own).name == "detection"
+        expected = str(tmp_path / "resnet50-group.pth") if own.norm == "group" else "download"
+        assert given["weights"] == ("none" if given["trained"] == 5 else expected)
+    assert len(asked) == {"switchable-table3": 5, "switchable-table4": 6, "switchable-table7": 7}[name]
 
 
 def test_masks_are_loaded_for_mask_r_cnn_and_its_metrics_are_shown() -> None:

@@ -20,7 +20,7 @@ from normlab.lab.reproduce.weak_augment import common, figures, paper
 from normlab.lab.results import Run
 from normlab.lab.tasks import task_of
 
-OTHERS = ("weak-augment-", "sandwich-table3", "sandwich-table4", "batch-group-table", "switchable-table")
+OTHERS = ("weak-augment-", "sandwich-table3", "sandwich-table4", "batch-group-table", "switchable-table2")
 ENTRIES = {name: entry for name, entry in reproduce.entries().items() if name.startswith(OTHERS)}
 
 

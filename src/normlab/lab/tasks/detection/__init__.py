@@ -62,7 +62,10 @@ class Detection(Task):
         "head_norm": Option("same", "norm of the heads, and of the feature pyramid: same (as the backbone's), none, or "
                             "any norm"),
         "fpn_norm": Option("head", "norm of the feature pyramid: head (as the heads'), none, or any norm"),
-        "weights": Option("none", "start: a file of weights, a run's folder, download (torchvision's) or none"),
+        "weights": Option("none", "start: a file of weights, a run's folder, download (torchvision's), pretrain (on "
+                          "--source, kept in the folder of data sets) or none"),
+        "source": Option("scenes:digits", "data that --weights pretrain trains the backbone on, with the same norm"),
+        "source_epochs": Option(8, "epochs of that training", low=1),
         "weights_of": Option("backbone", "what those weights are of: the backbone (a classifier has it too), or a "
                              "detector as torchvision's first or second version of it",
                              ("backbone", "detector", "detector_v2")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,13 +23,14 @@ from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxPool, LastLevelP6P7
 
 from ....engine.messages import nearest
+from ...data import home
 from ...errors import LabError
 from ...models import Standardize
 from ...models.external import exchange_norms
 from ...models.heads import head_of
 from ...norms import NormSpec, parse_norm
 from ...settings import Settings
-from ..weights import Weights, fits_part, load, load_part, read, standard, unwrapped
+from ..weights import Weights, fits_part, load, load_part, of_file, read, standard, unwrapped
 
 __all__ = ["BACKBONES", "MODELS", "PARTS", "Detector", "build_detector"]
 
@@ -46,6 +48,7 @@ PARTS = {
 }  # fmt: skip
 _WIDTH = 64  # channels of a ResNet's first layers; the pyramid has four times as many
 _LEVELS = 5  # of a pyramid as torchvision has it; the last one of one-stage detectors has a stride of 128 pixels
+_SOURCE = 400  # images that a backbone is pretrained on
 
 Targets = Sequence[dict[str, Tensor]]
 MakeNorm = Callable[[int], nn.Module]
@@ -182,7 +185,8 @@ def _load(
     The last of what is returned is to be loaded when the norms are exchanged: of a backbone that has the norm already.
     """
     if own.weights_of == "backbone":
-        found = read(own.weights, f"torchvision:{own.backbone}")
+        pretrain = own.weights == "pretrain"
+        found = of_file(_pretrained(settings, own)) if pretrain else read(own.weights, f"torchvision:{own.backbone}")
         try:
             load_part(net.backbone.body, found)
         except LabError:
@@ -191,6 +195,8 @@ def _load(
                 raise
             return found, (), found
         return found, (), None
+    if own.weights == "pretrain":
+        raise LabError("--weights pretrain trains a backbone; take --weights-of backbone with it.")
     version = "_v2" * (own.weights_of == "detector_v2")
     found = read(own.weights, f"torchvision:{settings.model}_{own.backbone}_fpn{version}")
     found = found._replace(state=unwrapped(found.state, net))
@@ -199,6 +205,23 @@ def _load(
     if not fits:
         found = found._replace(state={k: v for k, v in found.state.items() if k not in of_classes})
     return found, load(net, found, head=() if fits else of_classes), None
+
+
+def _pretrained(settings: Settings, own: SimpleNamespace) -> Path:
+    """The folder of a detector on the source data with the same backbone and norm. It is trained if it is not there."""
+    from ...study import train
+
+    norm = parse_norm(settings.norm)
+    number = min(_SOURCE, settings.train_size or _SOURCE)
+    options = {"backbone": own.backbone, "anchors": 16}
+    chosen = Settings.of("detection", model="fcos", norm="batch" if norm.name == "frozen" else norm.label,
+                         data=own.source, size=64, width=settings.width, epochs=own.source_epochs, batch_size=8,
+                         train_size=number, test_size=min(50, number), optimizer="adam", lr=2e-3, options=options
+                         )  # fmt: skip
+    folder = home() / "pretrained" / chosen.name
+    if not (folder / "best.safetensors").is_file():
+        train(chosen, folder, measure=())
+    return folder
 
 
 def _heads(net: Any) -> list[str]:
