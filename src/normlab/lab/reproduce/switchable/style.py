@@ -14,22 +14,22 @@ from ..grid import Cells
 from ..outcomes import joined, missing
 from ..stylised import loss_curves, pictures, run_cells, scale_note
 
-__all__ = ["ENTRIES"]
+__all__ = ["ENTRIES", "FULL", "SMALL"]
 
 PAPER = "Differentiable Learning-to-Normalize via Switchable Normalization"
 CASES = (("IN", "instance"), ("BN", "batch"), ("LN", "layer"), ("SN", "switchable"))
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "model": "one-style", "width": 8, "epochs": 6, "train_size": 200, "test_size": 25, "batch_size": 4, "lr": 2e-3,
     "options": {"styles": "strokes"},
 }  # fmt: skip
-_FULL: dict[str, Any] = {
+FULL: dict[str, Any] = {
     "model": "one-style", "size": 256, "train_size": 4000, "test_size": 100, "epochs": 40, "batch_size": 4, "lr": 1e-3,
     "schedule": "constant", "options": {"resize": 256, "style_weight": 5.0},
 }  # fmt: skip
 
 
 def _fig_10(ctx: Context) -> Outcome:
-    cells = run_cells(ctx, CASES, 1, small=_SMALL, full=_FULL, one=True)
+    cells = run_cells(ctx, CASES, 1, small=SMALL, full=FULL, one=True)
     weights, panel = _importance(cells)
     note = scale_note(ctx, cells.grid.base) + (
         " In the paper SN's loss falls faster than IN's and BN's, and its weights move towards IN. Layers, weights of "
