@@ -16,9 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from normlab import lab
-from normlab.lab import LabError, Settings
+from normlab.lab import LabError, Settings, reproduce
 from normlab.lab.models import build
 from normlab.lab.models.inflated import inflate, inflated_weights
+from normlab.lab.reproduce import base
+from normlab.lab.reproduce.switchable.video import settings as settings_of_table_6
 from normlab.lab.study import build_model
 from normlab.lab.tasks import Context, task_of
 from normlab.lab.tasks.files import write_image
@@ -325,7 +327,7 @@ def test_the_inflated_resnet_50_is_that_of_the_papers() -> None:
     assert sum(isinstance(m, nn.BatchNorm3d) for m in net.modules()) == 53
 
 
-@pytest.mark.parametrize("name", ["torchvision:r3d_18", "torchvision:mc3_18", "inflated(resnet8)"])
+@pytest.mark.parametrize("name", ["torchvision:mc3_18", "inflated(resnet8)"])
 def test_norms_of_networks_for_clips_are_exchanged(name: str) -> None:
     about, x = like(4, 8), torch.rand(2, 1, 4, 8, 8)
     kinds = {"batch": "BatchNorm", "group(4)": "GroupNorm", "switchable": "SwitchNorm", "frozen": "BatchNorm"}
@@ -469,3 +471,50 @@ def test_compare_apply_and_evaluate(tmp_path: Path, normlab: Any, one_at_a_time:
     assert not (tmp_path / "no.csv").exists()
     code, out, err = normlab("evaluate", run, "--measure", "frames(reversed)")
     assert code == 0 and "frames(order=reversed)" in out, err
+
+
+# Reproductions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page takes most of the time of a small reproduction, and has tests of its own."""
+    monkeypatch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)
+
+
+def shares_of(outcome: Any) -> dict[str, float]:
+    """The sum over the kinds of statistics for each row."""
+    found: dict[str, float] = {}
+    for row in outcome.comparisons[0].rows:
+        found[row.label] = found.get(row.label, 0.0) + row.mean
+    return found
+
+
+def test_table_6_stands_beside_the_papers(tmp_path: Path, no_page: None) -> None:
+    outcome = reproduce.run("switchable-table6", tmp_path, scale="smoke", device="cpu")
+    rows = {(r.label, r.column): r for r in outcome.comparisons[0].rows}
+    assert len(rows) == 6 * 5
+    assert rows["SN, 4 clips", "top-1"].paper == 73.3 and rows["BN, 8 clips", "top-5"].paper == 90.9
+    assert rows["GN, 4 clips", "one frame"].paper is None and "400 actions" in (outcome.instead or "")
+    images = base.Context(tmp_path, "full", "cpu", images=tmp_path / "clips")
+    settings = settings_of_table_6(images)
+    assert settings.data == f"stream:{tmp_path / 'clips'}" and dict(settings.options)["frames"] == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("switchable-fig1", 9),
+        ("switchable-fig7", 2 * 2 * 4),  # batches, means and variances, first layer and stages
+        ("switchable-fig9", 2 * 2 * 2),
+    ],
+)
+def test_importance_weights_of_figures_are_shares(name: str, labels: int, tmp_path: Path, no_page: None) -> None:
+    outcome = reproduce.run(name, tmp_path, scale="smoke", device="cpu")
+    found = shares_of(outcome)
+    assert len(found) == labels and all(total == pytest.approx(100, abs=0.01) for total in found.values())
+    assert outcome.figures[0].read_bytes().startswith(b"\x89PNG")
+    if name == "switchable-fig1":
+        assert {"detection, mask head", "search (LSTM)", "segmentation, scenes:digits", "video"} < set(found)
+        columns = {r.column for r in outcome.comparisons[0].rows if r.label == "search (LSTM)"}
+        assert columns == {"layer", "group(4)"}

@@ -104,9 +104,9 @@ def _figure_1(ctx: Context) -> Outcome:
                     shown.setdefault(title, []).append(_percent({p: (mean[p] + var[p]) / 2 for p in mean}))
     rows = [row for title, found in shown.items() for row in _rows(title, found)]
     note = (
-        "Each share is the mean over the layers of a part, and over means and variances. It starts at a third, of two kinds at a half. "
-        "The paper's text says that BN has more weight than IN and LN in classification and in the backbone of "
-        "detectors, LN in the box and mask heads, IN in style transfer, and that an LSTM prefers LN to GN."
+        "Each share is the mean over the layers of a part, and over means and variances. It starts at a third, of two "
+        "kinds at a half. The paper's text says that BN has more weight than IN and LN in classification and in the "
+        "backbone of detectors, LN in the box and mask heads, IN in style transfer, and that an LSTM prefers LN to GN."
     )
     note += (
         f" Left out, because --root has no such folder: {', '.join(left)}." if left
