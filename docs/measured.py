@@ -58,9 +58,14 @@ def few_shot() -> str:
     return "\n".join(pivot(rows, lambda r: f"{r['data']}, {r['measurement']}")) if rows else ""
 
 
+def video() -> str:
+    rows = [r for r in results("video") if r["metric"] == "accuracy"]
+    return "\n".join(pivot(rows, lambda r: f"batch {r['batch_size']}, {r['measurement']}")) if rows else ""
+
+
 def write_measured(app: Any) -> None:
     """A handler of sphinx's ``builder-inited``."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    for make in (finetune, adaptation, few_shot):
+    for make in (finetune, adaptation, few_shot, video):
         (folder / f"measured-{make.__name__}.md").write_text(make())

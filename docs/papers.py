@@ -40,14 +40,11 @@ ELSEWHERE = {
     ("batch-group", "Figure 2"): "an illustration of searched cells: [search](search.md)",
     ("batch-group", "Figure 3"): "an illustration of few shots: [few shots](few-shot.md)",
     ("switchable", "Table 1"): "formulas and their cost; tests compare each layer with its formula",
-    ("switchable", "Table 6"): "Kinetics is not at hand; moving digits stand in, `--task video`",
     ("switchable", "Figure 2"): "an illustration of feature maps",
     ("switchable", "Figure 3"): "a geometric view: tests check the identities behind it",
     ("switchable", "Figure 5"): "learning curves with moving and batch averages: on the page of switchable-table2",
     ("switchable", "Figure 6"): "learning curves by batch size: on the page of switchable-table2",
-    ("switchable", "Figure 7"): "importance weights by layer, ImageNet: `normlab inspect RUN`, and every page of runs",
     ("switchable", "Figure 8"): "curves of COCO AP: COCO is not at hand",
-    ("switchable", "Figure 9"): "importance weights by layer, segmentation: on every page of runs",
 }
 # The cell of an entry that stands for it in one line: what its paper is about.
 HEADLINES = {

@@ -1,4 +1,4 @@
-""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes, detection, segmentation, clips, ENAS,
+""" "Differentiable Learning-to-Normalize via Switchable Normalization": batch sizes, detection, masks, clips, ENAS,
 fast stylisation, importance weights.
 """
 
