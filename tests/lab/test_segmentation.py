@@ -531,7 +531,6 @@ def test_table_5_of_switchable_norm(tmp_path: Path) -> None:
         ("BN", "ADE20K-ms", None),
     }
     assert len(table.rows) == 8 and all(0 <= r.mean <= 100 for r in table.rows) and done.report is not None
-    assert {dict(r.settings.options).get("stride", 8) for r in done.results.runs} == {4}  # type: ignore[union-attr]
     with pytest.raises(LabError, match="Table 5 at full scale needs --images PATH"):
         reproduce.run("switchable-table5", tmp_path / "full", full=True)
     asked: list[Settings] = []

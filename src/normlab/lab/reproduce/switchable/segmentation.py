@@ -28,13 +28,13 @@ def _table_5(ctx: Context) -> Outcome:
         raise LabError(
             "Table 5 at full scale needs --images PATH: the folder of ADE20K, with images/ and annotations/."
         )
-    small = {"train_size": 400, "test_size": 100, "epochs": 8}
+    small = {"size": 48, "train_size": 400, "test_size": 100, "epochs": 8}
     tiny = {"size": 24, "train_size": 16, "test_size": 4, "epochs": 1, "width": 2}
     paper = {
-        "model": "torchvision:deeplabv3_resnet50", "width": 0, "depth": 0, "batch_size": 16, "optimizer": "sgd",
-        "lr": 0.02, "epochs": 80, "train_size": 0, "test_size": 0, "size": 450, "precision": "bf16",
+        "model": "torchvision:deeplabv3_resnet50", "batch_size": 16, "optimizer": "sgd",
+        "lr": 0.02, "epochs": 80, "size": 450, "precision": "bf16",
         "channels_last": True, "data": f"folder:{ctx.images}",
-        "options": {"stride": 8, "crop": "450", "smallest": 0.5, "largest": 2.0,
+        "options": {"crop": "450",
                     "weights": str(ctx.weights / "resnet50.pth") if ctx.weights else "download"},
     }  # fmt: skip
     base = settings_for(ctx, task="segmentation", **ctx.pick(default=small, full=paper, smoke=tiny))

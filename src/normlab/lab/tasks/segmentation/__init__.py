@@ -36,9 +36,8 @@ class Segmentation(Task):
     samples = "images"
     minutes = 2.0
     defaults: ClassVar[Mapping[str, Any]] = {
-        "model": "fcn", "data": SCENES[0], "size": 48, "width": 8, "train_size": 600, "test_size": 100, "epochs": 8,
-        "batch_size": 8, "optimizer": "adam", "lr": 5e-3, "weight_decay": 1e-4, "schedule": "poly",
-        "options.stride": 4, "options.smallest": 0.9, "options.largest": 1.1,
+        "model": "fcn", "data": SCENES[0], "epochs": 8, "batch_size": 8, "optimizer": "adam", "lr": 5e-3,
+        "weight_decay": 1e-4, "schedule": "poly",
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {
         "norm": ("batch(ghost=2)", "batch", "group(4)", "switchable", "batch_group(4)"), "seed": (0, 1)
@@ -49,13 +48,14 @@ class Segmentation(Task):
                           "or a run's folder with a backbone or a whole network, or none"),
         "standardize": Option("weights", "mean and deviation taken off the pixels: those that come with the weights, "
                               "else ImageNet's; without weights, the data's", ("weights", "data", "imagenet", "none")),
-        "stride": Option(8, "pixels each way that a value of the backbone stands for: 2, 4, 8, 16 or 32", low=2,
-                         high=32),
+        "stride": Option(0, "pixels each way that a value of the backbone stands for: 2, 4, 8, 16 or 32; 0: 8, and 4 "
+                         "for images below 128 pixels", low=0, high=32),
         "aux": Option(0.4, "weight of the loss of an auxiliary head on the stage before the last; 0: no such head",
                       low=0),
         "crop": Option("0", "training images: squares of that side, or HEIGHTxWIDTH; 0: the size of the images"),
-        "smallest": Option(0.5, "training images are scaled at random, from this factor", low=0, above=True),
-        "largest": Option(2.0, "to this one", low=0, above=True),
+        "smallest": Option(0.0, "training images are scaled at random, from this factor; 0: 0.5, and 0.9 for scenes",
+                           low=0),
+        "largest": Option(0.0, "to this one; 0: 2, and 1.1 for scenes", low=0),
         "tested": Option("test", "part of a folder that is tested on", ("test", "val", "train")),
         "classes": Option("", "file with the name of a class in each line, in the order of the masks' numbers; "
                           "classes.txt of the folder if there is one"),
@@ -82,7 +82,7 @@ class Segmentation(Task):
 
     def configured(self, settings: Settings) -> Segmentation:
         own = self.chosen(settings)
-        if own.smallest > own.largest:
+        if 0 < own.largest < own.smallest:
             raise LabError(f"smallest = {own.smallest:g} is above largest = {own.largest:g}; expected a range of "
                            "factors.")  # fmt: skip
         if settings.recipe not in ("default", "classify"):
@@ -135,7 +135,8 @@ class Segmentation(Task):
             draws[0] = 1.0
         else:
             draws = torch.rand(4, batch.rows, generator=generator, device=generator.device).cpu()
-            draws[0] = own.smallest + (own.largest - own.smallest) * draws[0]
+            low, high = own.smallest or data.zoom[0], own.largest or data.zoom[1]
+            draws[0] = low + (max(low, high) - low) * draws[0]
         flip = (draws[3] < 0.5) & bool(data.flip and ctx.settings.augment)
         grids = _grids(batch.size.cpu(), batch.x.shape[2:], size, draws[0], draws[1:3], flip)
         found = Batch()

@@ -142,17 +142,21 @@ def _maker(settings: Settings, own: SimpleNamespace) -> Callable[[Any], nn.Modul
         return lambda data: models.get_model(rest, weights=None, weights_backbone=None,
                                              num_classes=len(data.classes), **more)  # fmt: skip
     if library == "timm":
-        return lambda data: _timm(rest, len(data.classes), own.stride)
+        return lambda data: _timm(rest, len(data.classes), _stride(own.stride, data.size))
     if library == "smp":
         return lambda data: _smp(rest, len(data.classes))
     if name in ("fcn", "deeplabv3"):
-        return lambda data: _resnet(name, len(data.classes), settings.depth or 14, settings.width or 16, own.stride,
-                                    aux)  # fmt: skip
+        return lambda data: _resnet(name, len(data.classes), settings.depth or 14, settings.width or 8,
+                                    _stride(own.stride, data.size), aux)  # fmt: skip
     if name == "lraspp":
         if settings.depth:
             raise LabError("lraspp has a depth of its own; leave depth out.")
         return lambda data: _mobilenet(len(data.classes), settings.width or 50)
     raise LabError(f"the task segmentation has no model {name!r}; {nearest(name, NAMES)}")
+
+
+def _stride(given: int, size: Sequence[int]) -> int:
+    return given or (4 if min(size) < 128 else 8)
 
 
 class _Slim(models.ResNet):

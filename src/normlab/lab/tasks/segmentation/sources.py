@@ -54,8 +54,9 @@ class Masked(Source):
 
     def __init__(
         self, name: str, parts: Mapping[str, Part], classes: Sequence[str], table: Tensor, *, flip: bool = True,
-        shorter: int = 0,
+        shorter: int = 0, zoom: tuple[float, float] = (0.5, 2.0),
     ) -> None:  # fmt: skip
+        self.zoom = zoom  # by which training images are scaled where no setting says it
         self.name, self.parts, self.classes, self.table = name, dict(parts), tuple(classes), table
         self.flip, self.shorter = flip, shorter  # whether a mirrored image is one; side that images are scaled to
         self.mean, self.std = self._mean_std()
@@ -142,7 +143,7 @@ def load_masks(
     masks, or names of classes, joined by +; their pixels count nowhere.
     """
     if data in SCENES:
-        return _of_scenes(data, size or 64, train or 600, test or 100)
+        return _of_scenes(data, size or 48, train or 600, test or 100)
     kind, colon, path = data.partition(":")
     if kind != "folder" or not colon:
         raise LabError(f"images with masks are scenes, or folder:PATH; got {data!r}.")
@@ -156,7 +157,7 @@ def _of_scenes(name: str, size: int, train: int, test: int) -> Masked:
         made = scenes(digits, part, number, size=size)
         parts[part] = Part([(size, size)] * number, list(zip(made.x, made.mask, strict=True)), [])
     classes = ("background", *(f"digit {k}" for k in range(10)))
-    return Masked(name, parts, classes, _table(range(11), 11), flip=False)
+    return Masked(name, parts, classes, _table(range(11), 11), flip=False, zoom=(0.9, 1.1))
 
 
 # Folders
