@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ TARGETS = ("batch", "group", "switchable")
 Loss = Callable[[Any], Tensor]
 
 
-def detectors(device: str, small: bool) -> dict[str, tuple[nn.Module, Loss]]:
+def detectors(device: str, small: bool) -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
     side, batch = (128, 2) if small else (512, 2)
     draw = torch.Generator().manual_seed(0)
     x = torch.rand(batch, 3, side, side, generator=draw).to(device)
@@ -54,10 +55,10 @@ def detectors(device: str, small: bool) -> dict[str, tuple[nn.Module, Loss]]:
     def loss(model: Any) -> Tensor:
         return torch.stack(list(model(list(x), [dict(t) for t in targets]).values())).sum()
 
-    return {name: (make(weights=None, **sizes), loss) for name, make in makers.items()}
+    return {name: (partial(make, weights=None, **sizes), loss) for name, make in makers.items()}
 
 
-def films(device: str, small: bool) -> dict[str, tuple[nn.Module, Loss]]:
+def films(device: str, small: bool) -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
     batch, frames, side = (2, 16, 64) if small else (4, 16, 112)
     x = torch.rand(batch, 3, frames, side, side, device=device)
     y = torch.arange(batch, device=device)
@@ -66,7 +67,7 @@ def films(device: str, small: bool) -> dict[str, tuple[nn.Module, Loss]]:
         return F.cross_entropy(model(x), y)
 
     makers = {"r3d_18": video.r3d_18, "mc3_18": video.mc3_18, "s3d": video.s3d}
-    return {name: (make(weights=None, num_classes=10), loss) for name, make in makers.items()}
+    return {name: (partial(make, weights=None, num_classes=10), loss) for name, make in makers.items()}
 
 
 KINDS = {"detection": detectors, "video": films}
@@ -97,9 +98,9 @@ def timed(step: Callable[[], None], device: str) -> float:
 
 
 def measure(name: str, model: nn.Module, loss: Loss, device: str, rounds: int, warmup: int) -> list[dict[str, Any]]:
-    steps = {"shipped": stepper(model.to(device), loss)}
+    steps = {"shipped": stepper(model, loss)}
     for target in TARGETS:
-        steps[target] = stepper(normlab.convert(deepcopy(model), target).to(device), loss)
+        steps[target] = stepper(normlab.convert(deepcopy(model), target), loss)
     for step in steps.values():
         for _ in range(warmup):
             step()
@@ -137,7 +138,9 @@ def main() -> None:
     torch.manual_seed(0)
     networks = {n: (kind, *n_) for kind in given.kinds.split(",") for n, n_ in KINDS[kind](device, given.small).items()}
     for name in given.only.split(",") if given.only else networks:
-        kind, model, loss = networks.pop(name)
+        kind, make, loss = networks[name]
+        with torch.device(device):
+            model = make()
         rows += [{"kind": kind, **row} for row in measure(name, model, loss, device, given.rounds, given.warmup)]
         if given.out:  # what is measured is kept if the rest is not
             write(rows, given.out, machine(where, given.commit, torchvision=torchvision.__version__))

@@ -47,11 +47,12 @@ class Detection(Task):
     needs = ("nothing to download: scenes of digits; with --data voc:PATH or coco:PATH, photographs in the layout of "
              "Pascal VOC or COCO")  # fmt: skip
     samples = "images"
-    minutes = 3.0
+    minutes = 2.5
     captures = False  # torchvision's detectors choose boxes on the host
     defaults: ClassVar[Mapping[str, Any]] = {
-        "model": "fasterrcnn", "data": SCENES, "width": 8, "train_size": 600, "test_size": 100, "epochs": 6,
-        "batch_size": 2, "lr": 0.01, "weight_decay": 1e-4, "decay_all": False, "options.anchors": 16,
+        "model": "fasterrcnn", "data": SCENES, "width": 8, "train_size": 600, "test_size": 100, "epochs": 4,
+        "batch_size": 2, "optimizer": "adam", "lr": 1e-3, "clip": 2.0, "weight_decay": 1e-4, "decay_all": False,
+        "options.anchors": 16, "options.proposals": 100,
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {
         "norm": ("frozen", "batch", "group", "switchable"), "seed": (0,),
