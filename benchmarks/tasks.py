@@ -3,14 +3,15 @@
     normlab compare --task finetune --data usps ... --out runs/usps
     python benchmarks/tasks.py runs/usps ... --out benchmarks/tasks.csv
 
-A row is a measurement of runs that differ in the seed only: mean, standard error, every seed's value, the settings that
-tell the rows of a folder apart, and where it was made. A folder replaces the rows of its name. The tables on the tasks'
-pages are made from this file.
+A row is a measurement of runs that differ in the seed only, of all folders together: mean, standard error, every seed's
+value, the settings that tell rows apart, and where it was made. A row replaces the old one of the same settings. The
+tables on the tasks' pages are made from this file.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,28 @@ from normlab.lab.report.view import cell
 from normlab.lab.results import Run, plain
 from normlab.lab.tasks.measuring import metrics_of
 
-APART = ("norm", "batch_size", "data", "lr", "options.method", "options.source", "options.target")
+APART = (
+    "task",
+    "model",
+    "epochs",
+    "train_size",
+    "norm",
+    "batch_size",
+    "data",
+    "lr",
+    "options.method",
+    "options.source",
+    "options.target",
+)
 
 
-def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
+def rows_of(folders: Sequence[Path], commit: str | None) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[Run]] = {}
-    for run in read_results(folder).runs:
-        if run.records:
-            groups.setdefault(tuple(plain(_value(run, name)) for name in APART), []).append(run)
+    for run in (run for folder in folders for run in read_results(folder).runs if run.records):
+        groups.setdefault(tuple(plain(_value(run, name)) for name in APART), []).append(run)
     rows = []
     for key, runs in groups.items():
-        first = runs[0]
-        for name in dict.fromkeys(r["measurement"] for r in first.records):
+        for name in dict.fromkeys(r["measurement"] for r in runs[0].records):
             found = {run.settings.seed: r for run in runs for r in run.records if r["measurement"] == name}
             record = next(iter(found.values()))
             metric = next(iter(metrics_of(record)))
@@ -39,15 +50,17 @@ def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
             mean, error, n = cell(values)
             place = machine(record["device"], commit) | {k: record["versions"][k] for k in ("torch", "python")}
             rows.append(
-                {"name": folder.name, "task": first.settings.task, "model": first.settings.model}
-                | dict(zip((a.removeprefix("options.") for a in APART), key, strict=True))
+                dict(zip((a.removeprefix("options.") for a in APART), key, strict=True))
                 | {"measurement": name, "metric": metric, "mean": round(mean, 3),
                    "error": None if error is None else round(error, 4), "n": n,
-                   "values": " ".join(f"{v:.3f}" for v in values), "epochs": first.settings.epochs,
-                   "train_size": first.settings.train_size} | place
+                   "values": " ".join(f"{v:.3f}" for v in values)} | place
                 | {"clean_tree": "no" if str(place["commit"]).endswith("+") else "yes"}
             )  # fmt: skip
     return rows
+
+
+def same(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row[a.removeprefix("options.")]) for a in (*APART, "measurement"))
 
 
 def _value(run: Run, name: str) -> Any:
@@ -64,9 +77,9 @@ def main() -> None:
     if not arguments.folders:
         print("no folders of `normlab compare` given; see --help")
         return
-    new = [row for folder in arguments.folders for row in rows_of(folder, arguments.commit)]
-    again = {row["name"] for row in new}
-    write([*(row for row in read(arguments.out) if row["name"] not in again), *new], arguments.out, {})
+    new = rows_of(arguments.folders, arguments.commit)
+    again = {same(row) for row in new}
+    write([*(row for row in read(arguments.out) if same(row) not in again), *new], arguments.out, {})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
 
 sys.path.insert(0, str(Path(__file__).parent))
+from measured import write_measured
 from papers import fill_page, write_papers
 from tables import write_tables_of_normalizers
 
@@ -198,7 +199,7 @@ def visit_block(translator: Any, node: nodes.Element) -> None:
 
 def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
-    writers = (write_tables, write_gpu, write_cpu, write_lab, write_papers, write_pictures, write_tables_of_normalizers)
-    for write_one in writers:
+    writers = (write_tables, write_gpu, write_cpu, write_lab, write_papers, write_measured)
+    for write_one in (*writers, write_pictures, write_tables_of_normalizers):
         app.connect("builder-inited", write_one)
     app.connect("source-read", fill_page)

@@ -1,7 +1,8 @@
 """What became of the five papers, for the documentation: made from benchmarks/reproductions.csv and from the entries.
 
 ``tables`` are the papers' tables beside ours, ``verdicts`` has a line for each of them, ``everything`` one for each
-table and figure of the papers, and ``filled`` puts measured figures into a page.
+table and figure of the papers, ``methods`` one for each method, task and measurement, and ``filled`` puts measured
+figures into a page.
 
 ``python docs/papers.py`` writes the page What we found from its template; a test says when that is needed.
 """
@@ -129,17 +130,20 @@ def lines_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def tables() -> str:
-    """The papers' tables beside ours: for each entry its verdict, and one table for each part."""
-    lines = []
-    for table in dict.fromkeys(r.table for r in results()):
-        found = of(table)
-        lines += [f"### {table}", "", f"{_sentence(str(judged(table)))}.", "", f"{provenance(found)}.", ""]
-        for part in comparisons(found):
-            columns = list(dict.fromkeys(r.column for r in part.rows))
-            cells = {(r.label, r.column): beside(r) for r in part.rows}
-            lines += [f"**{part.title}**, paper / ours", ""]
-            lines += lines_of(["", *columns], ([label, *(cells.get((label, c), "") for c in columns)]
-                              for label in dict.fromkeys(r.label for r in part.rows)))  # fmt: skip
+    """The papers' tables beside ours."""
+    return "\n".join(f"### {name}\n\n{table_of(name)}" for name in dict.fromkeys(r.table for r in results()))
+
+
+def table_of(name: str) -> str:
+    """An entry's verdict, where its results come from, and one table for each part."""
+    found = of(name)
+    lines = [f"{_sentence(str(judged(name)))}.", "", f"{_sentence(provenance(found))}.", ""]
+    for part in comparisons(found):
+        columns = list(dict.fromkeys(r.column for r in part.rows))
+        cells = {(r.label, r.column): beside(r) for r in part.rows}
+        lines += [f"**{part.title}**, paper / ours", ""]
+        lines += lines_of(["", *columns], ([label, *(cells.get((label, c), "") for c in columns)]
+                          for label in dict.fromkeys(r.label for r in part.rows)))  # fmt: skip
     return "\n".join(lines)
 
 
@@ -218,6 +222,91 @@ def cell(table: str, label: str, column: str) -> ComparisonRow:
     return found
 
 
+# --- methods --------------------------------------------------------------------------------------------------------
+
+# Which paper brings a method, or compares with it, by the name in the registries; all others are from elsewhere.
+FROM = {
+    "sandwich": ("conditional", "sandwich", "auxiliary", "sandwich_auxiliary", "adaptive_instance", "mode", "meta",
+                 "sandwich_adaptive_instance", "generation", "search", "style", "pgd", "quality", "capv", "strength",
+                 "alone"),
+    "batch-group": ("batch", "batch_group", "instance", "layer", "group", "positional", "ghost_batch_group", "search",
+                    "pgd", "few_shot", "episodes", "adaptation"),
+    "switchable": ("batch", "instance", "layer", "group", "switchable", "sparse_switchable", "batch_renorm", "kalman",
+                   "weight", "style", "search", "sequences", "detection", "segmentation", "multiscale", "video",
+                   "frames"),
+    "weak-augment": ("auxiliary", "cutout", "randaugment", "autoaugment", "augmix", "mixup", "cutmix", "gaussian",
+                     "flip", "crop", "standard", "affinity", "between", "between-corruptions", "corruptions",
+                     "fourier", "low-pass"),
+    "vulnerability": ("none", "batch", "clean", "noise", "fgsm", "bim", "bim-l2", "corruptions"),
+}  # fmt: skip
+# What is in no registry: where it is, and its command.
+MORE = (
+    ("Fixup", "vulnerability", "normlab.fixup", "`normlab compare --norms fixup`"),
+    ("switchable norm by groups, without moving averages", "switchable", "normlab.SwitchNorm2d",
+     "`normlab compare --norms 'switchable(groups=2),switchable(moving_average=False)'`"),
+    ("hardened switchable norm", "switchable", "normlab.harden", "in Python"),
+    ("importance weights", "switchable", "normlab.importance", "`normlab inspect RUN`"),
+    ("statistics of all workers (SyncBN, SyncSN)", "switchable", "normlab.sync",
+     "`torchrun -m normlab.lab train --sync-norm true`"),
+    ("batch average after training", "switchable", "normlab.calibrate", "in Python"),
+    ("normalized LSTM", "switchable", "normlab.LSTM", "`normlab compare --task sequences`"),
+    ("shared and class affine merged for inference", "sandwich", "normlab.merge_sandwich", "in Python"),
+    ("Weak Augment, two streams", "weak-augment", "normlab.lab.tasks.classification.RECIPES",
+     "`normlab train --norm auxiliary --recipe 'streams(main=cutout, aux=randaugment)'`"),
+    ("AdvProp, clean and attacked halves", "sandwich", "normlab.lab.tasks.classification.RECIPES",
+     "`normlab reproduce sandwich-table4`"),
+    ("contrastive adaptation", "batch-group", "normlab.lab.tasks.adaptation.contrastive_discrepancy",
+     "`normlab compare --task adaptation --method can`"),
+    ("imprinted weights", "batch-group", "normlab.lab.tasks.few_shot.imprinted", "`normlab compare --task few_shot`"),
+    ("the published code's checkpoints", "switchable", "normlab.load_official", "in Python"),
+    ("depth by batch size, theory of Yang et al.", "vulnerability", "normlab.lab.reproduce.vulnerability.depth",
+     "`normlab reproduce vulnerability-fig2`"),
+    ("adversarial spheres and circles", "vulnerability", "normlab.lab.reproduce.vulnerability.circles",
+     "`normlab reproduce vulnerability-spheres`"),
+    ("images carried from one model to another", "vulnerability", "normlab.lab.reproduce.vulnerability.imagenet",
+     "`normlab reproduce vulnerability-table10`"),
+    ("examples that keep the class for models and change it for people", "vulnerability", "",
+     "not here: the published set of 100 images was not at hand"),
+)  # fmt: skip
+
+
+def methods() -> str:
+    """One line for each normalizer, task, measurement and augmentation of the papers, and for what else they have."""
+    rows = [[kind, shown, _papers(name), f"`{where}`" if where else "", command]
+            for kind, name, shown, where, command in registered() if _papers(name)]  # fmt: skip
+    rows += [["method", name, paper, f"`{where}`" if where else "", command] for name, paper, where, command in MORE]
+    return "\n".join(lines_of(["kind", "name", "of", "where", "command"], rows))
+
+
+def registered() -> Iterator[tuple[str, str, str, str, str]]:
+    """Kind, name, name as shown, place and command of what the registries have."""
+    from normlab import NORMALIZERS
+    from normlab.lab import MEASUREMENTS
+    from normlab.lab.augmentations import AUGMENTATIONS
+    from normlab.lab.tasks import TASKS, task
+
+    for name, entry in NORMALIZERS.items():
+        there = entry.layer or type(entry.statistics())  # type: ignore[misc]  # one of both is there
+        shown = f"[{name.replace('_', ' ')}](../normalizers/{entry.page}.md)" if entry.page else name
+        of = "--task generation " if name in ("conditional", "sandwich") else ""
+        lab = f"`normlab compare {of}--norms {name}`" if entry.target else f"`normlab.{there.__name__}2d`"
+        yield "normalizer", name, shown, f"{there.__module__}.{there.__name__}", lab
+    for name in TASKS:
+        one, command = task(name), f"normlab compare --task {name}"
+        yield "task", name, name.replace("_", " "), type(one).__module__, f"`{command}`"
+        for measure in getattr(one, "measurements", ()):
+            yield "measurement", measure, measure, type(one).__module__, f"`{command} --measure {measure}`"
+    for name in MEASUREMENTS:
+        yield "measurement", name, name, "normlab.lab.evaluate", f"`normlab compare --measure {name}`"
+    for name, kind in AUGMENTATIONS.items():
+        place = f"{kind.__module__}.{kind.__name__}"
+        yield "augmentation", name, name, place, f"`normlab train --recipe 'augmented({name})'`"
+
+
+def _papers(name: str) -> str:
+    return ", ".join(paper for paper, names in FROM.items() if name in names)
+
+
 # --- figures in prose -----------------------------------------------------------------------------------------------
 
 _PLACE = re.compile(r"\{\{(.+?)\}\}", re.DOTALL)
@@ -293,8 +382,10 @@ def write_papers(app: Any) -> None:
     """A handler of sphinx's ``builder-inited``."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    for make in (tables, verdicts, everything):
+    for make in (tables, verdicts, everything, methods):
         (folder / f"papers-{make.__name__}.md").write_text(make())
+    for name in dict.fromkeys(r.table for r in results()):
+        (folder / f"papers-{name}.md").write_text(table_of(name))
 
 
 def fill_page(app: Any, name: str, source: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Verdicts follow from figures and their errors, pages from the CSV, and a plan from what would be trained."""
 
 import importlib
+import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -134,6 +135,31 @@ def test_every_table_and_figure_has_one_place(papers):
     assert {r.table for r in papers.results()} <= set(papers.HEADLINES)
     text = papers.everything()
     assert all(f"`normlab reproduce {name} --full`" in text for name in reproduce.entries())
+
+
+def test_methods_are_where_the_table_says(papers):
+    found = list(papers.registered())
+    names = {name for _, name, *_ in found}
+    assert {n for of in papers.FROM.values() for n in of} <= names
+    assert set(papers.FROM) == {paper for _, paper, *_ in papers.MORE} | {"weak-augment"} == set(papers.PAGES)
+    for where in (*(f[3] for f in found), *(m[2] for m in papers.MORE if m[2])):
+        assert pkgutil.resolve_name(where) is not None
+    table = papers.methods()
+    assert all(f"| {m[0]} |" in table for m in papers.MORE) and "`normlab compare --norms batch_group`" in table
+
+
+def test_tables_of_tasks_are_made_from_their_csv(papers):
+    measured = importlib.import_module("measured")
+    rows = [r for task in ("finetune", "adaptation", "few_shot") for r in measured.results(task)]
+    assert rows
+    for r in rows:
+        values = [float(v) for v in r["values"].split()]
+        assert len(values) == int(r["n"]) and sum(values) / len(values) == pytest.approx(float(r["mean"]), abs=2e-3)
+        assert r["commit"] and r["device"] and r["clean_tree"] == ("no" if r["commit"].endswith("+") else "yes")
+    shown = measured.finetune()
+    clean = [r for r in measured.results("finetune") if r["measurement"] == "clean"]
+    assert all(verdicts.rounded(float(r["mean"]), float(r["error"] or 0) or None) in shown for r in clean)
+    sys.modules.pop("measured")
 
 
 # --- what it costs --------------------------------------------------------------------------------------------------
