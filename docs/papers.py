@@ -209,7 +209,7 @@ def _line(entry: Entry) -> list[str]:
 
 
 def _again(entry: Entry) -> list[str]:
-    first = min(covered(entry), key=lambda what: what.startswith("Figure"))
+    first = min(covered(entry), key=lambda what: (what.startswith("Figure"), int(what.split()[1])))
     return [f"with {first}", f"`normlab reproduce {entry.name} --full`", "", "", ""]
 
 
