@@ -199,6 +199,18 @@ def test_first_scales_are_drawn_around_one():
     assert plain.class_weight.eq(1).all()
 
 
+def test_first_weights_are_those_the_published_code_trains_from():
+    """Glorot's for the generator's convolutions; torch's own for the critic's, though that code asks for Glorot's."""
+    generator, critic = make("sngan", 32, 3, 10, "conditional", width=32)
+    largest = generator.blocks[0].conv1.weight.detach().abs().max()
+    assert largest == pytest.approx(math.sqrt(6 / (2 * 32 * 9)), rel=0.01)
+    block = critic.blocks[1]
+    for conv, inputs in ((block.conv2, 16 * 9), (block.shortcut, 16)):
+        weight = conv.parametrizations.weight.original.detach()
+        assert weight.abs().max() == pytest.approx(inputs**-0.5, rel=0.03)
+        assert torch.linalg.matrix_norm(conv.weight.detach().flatten(1), 2) == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("norm", "said"),
     [
