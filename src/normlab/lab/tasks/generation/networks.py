@@ -347,9 +347,9 @@ def make(
 def _initialise(net: nn.Module, how: str, labels_std: float) -> None:
     """All as torch does (``torch``), but convolutions by Glorot's uniform weights (``xavier``); or all from N(0, 0.02).
 
-    The published code asks for Glorot's weights in the critic too. It does so after the critic has moved to the GPU, when
-    the weights that spectral norm divides are others than those it sets. So its critic starts from torch's own weights:
-    smaller by the root of three, and Adam turns them faster by as much.
+    The published code asks for Glorot's weights in the critic too. It does so after the critic has moved to the GPU,
+    when the weights that it sets are no longer those that spectral norm divides. So its critic starts from torch's
+    weights: those of a 3x3 convolution are smaller by the root of three, and Adam turns them faster by as much.
     """
     for _, module in walk(net):
         if not isinstance(module, nn.Conv2d | nn.Linear | nn.Embedding):
