@@ -46,7 +46,7 @@ _BIGGAN = {
     "batch_size": 50, "ema": 0.9999, "options.critic_steps": 4, "options.ratio": 1, "options.beta2": 0.999,
 }  # fmt: skip
 _DIGITS = {
-    "data": "mnist5k", "width": 24, "epochs": 4, "batch_size": 32, "lr": 1.5e-3, "ema": 0.99, "best": "test",
+    "data": "mnist5k", "width": 24, "epochs": 4, "batch_size": 32, "lr": 1e-3, "ema": 0.99, "best": "test",
     "options": {"steps": 400, "critic_steps": 1, "ratio": 1, "labels_std": 0.02},
 }  # fmt: skip
 _TINY = {

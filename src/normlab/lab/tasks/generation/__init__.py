@@ -51,7 +51,7 @@ class Generation(Task):
     averaged_statistics = "averaged"
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "sngan", "data": "mnist5k", "norm": "sandwich", "width": 24, "epochs": 4, "batch_size": 32,
-        "optimizer": "adam", "lr": 1.5e-3, "weight_decay": 0.0, "schedule": "cosine", "augment": False, "ema": 0.99,
+        "optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "cosine", "augment": False, "ema": 0.99,
         "channels_last": True,
         "options": {"steps": 600, "critic_steps": 1, "ratio": 1, "labels_std": 0.02},
     }  # fmt: skip
