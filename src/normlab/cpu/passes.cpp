@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -52,34 +53,15 @@ using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;  // w
 template <class A>
 using Bits = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
-// Zero where bits are zero, whatever the value is. A product with zero would keep NaN, and a branch is no vector.
+// Zero where `keep` is false, whatever the value is. A product with zero would keep NaN, and a branch is no vector.
 template <class A>
-inline A kept(A value, Bits<A> bits) {
+inline A kept(A value, bool keep) {
   Bits<A> all;
   std::memcpy(&all, &value, sizeof(A));
-  all &= bits;
+  all &= -static_cast<Bits<A>>(keep);
   std::memcpy(&value, &all, sizeof(A));
   return value;
 }
-
-// A part of a mask in bits, all ones where a value counts. One part serves all channels of a sample.
-template <class A>
-class Part {
- public:
-  const Bits<A>* of(const bool* keep, int64_t size) {
-    if (keep != at_ || size != static_cast<int64_t>(bits_.size())) {
-      at_ = keep;
-      bits_.resize(size);
-#pragma omp simd
-      for (int64_t i = 0; i < size; ++i) bits_[i] = -static_cast<Bits<A>>(keep[i]);
-    }
-    return bits_.data();
-  }
-
- private:
-  const bool* at_ = nullptr;
-  std::vector<Bits<A>> bits_;
-};
 
 // Room for numbers of a line, where no load crosses a line of the cache.
 template <class A>
@@ -137,10 +119,20 @@ inline Cut cut(const Shape& s) {
 }
 
 // How many positions of a channels-last sample make one line: lines of few values would take long to begin.
+inline int64_t folded(const Shape& s) { return std::max<int64_t>(1, 256 / s.channels); }
+
+// The next positions up to `end` of which a mask shows all, or hides all.
 template <bool Masked>
-int64_t folded(const Shape& s) {
-  return Masked ? 1 : std::max<int64_t>(1, 256 / s.channels);
-}
+struct Run {
+  bool shown = true;
+  int64_t end;
+  Run(const bool* keep, int64_t begin, int64_t end) : end(end) {
+    if constexpr (Masked) {
+      shown = keep[begin];
+      this->end = std::find(keep + begin, keep + end, !shown) - keep;
+    }
+  }
+};
 
 // A piece of a contiguous row.
 struct Piece {
@@ -215,24 +207,33 @@ struct Out {
   }
 };
 
+// How many values of a mask are true.
+inline int64_t shown(const bool* keep, int64_t size) {
+  int64_t number = 0, i = 0;
+  for (uint64_t eight; i + 8 <= size; i += 8) {
+    std::memcpy(&eight, keep + i, 8);
+    number += std::popcount(eight);
+  }
+  for (; i < size; ++i) number += keep[i];
+  return number;
+}
+
 template <bool Moments, bool Masked, class T, class A>
-NORMLAB_LOOP Sums<Moments> sum_values(const T* x, const T* dy, const Bits<A>* keep, int64_t size, A center) {
+NORMLAB_LOOP Sums<Moments> sum_values(const T* x, const T* dy, const bool* keep, int64_t size, A center) {
   Sums<Moments> all;
   for (int64_t begin = 0; begin < size; begin += kBlock, x += kBlock, dy += kBlock, keep += Masked ? kBlock : 0) {
     const int64_t n = std::min(kBlock, size - begin);
     A pivot = center, a = 0, b = 0;
     int64_t count = n;
-    if constexpr (Moments && Masked) {
-      Bits<A> number = 0;
-#pragma omp simd reduction(+ : pivot, number)
-      for (int64_t i = 0; i < n; ++i) pivot += kept(static_cast<A>(x[i]), keep[i]), number -= keep[i];
-      count = number;
-      pivot /= static_cast<A>(std::max<int64_t>(1, count));
-    } else if constexpr (Moments) {
+    if constexpr (Masked) count = shown(keep, n);
+    if constexpr (Moments) {  // about the mean of the first values
       const int64_t some = std::min<int64_t>(n, 16);
 #pragma omp simd reduction(+ : pivot)
-      for (int64_t i = 0; i < some; ++i) pivot += static_cast<A>(x[i]);
-      pivot /= static_cast<A>(some);
+      for (int64_t i = 0; i < some; ++i) {
+        if constexpr (Masked) pivot += kept(static_cast<A>(x[i]), keep[i]);
+        else pivot += static_cast<A>(x[i]);
+      }
+      pivot /= static_cast<A>(Masked ? std::max<int64_t>(1, shown(keep, some)) : some);
     }
 #pragma omp simd reduction(+ : a, b)
     for (int64_t i = 0; i < n; ++i) {
@@ -261,14 +262,13 @@ void sum_contiguous(const Shape& s, const T* x, const T* dy, const bool* keep, V
     return static_cast<double>(static_cast<A>(exact)) - exact;
   };
   share(c.units, s.samples * sample_size, threads, [&](int64_t from, int64_t to) {
-    Part<A> part;
     for (int64_t unit = from; unit < to; ++unit) {
       const Piece p(s, c, unit);
       const int64_t at = p.sample * sample_size + p.begin;
       const A near = Moments ? A(0) : static_cast<A>(center.at(p.sample, p.row));
       const int64_t size = p.end - p.begin;
-      const Bits<A>* bits = Masked ? part.of(keep + p.sample * s.spatial + p.begin % s.spatial, size) : nullptr;
-      const auto sums = sum_values<Moments, Masked, T, A>(x + at, dy + at, bits, size, near);
+      const bool* shows = Masked ? keep + p.sample * s.spatial + p.begin % s.spatial : nullptr;
+      const auto sums = sum_values<Moments, Masked, T, A>(x + at, dy + at, shows, size, near);
       if (c.pieces > 1) pieces[unit] = sums;
       else out.put(unit, sums, off(p.sample, p.row));
     }
@@ -323,7 +323,7 @@ void sum_last(const Shape& s, const T* x, const T* dy, const bool* keep, Values<
               Out<Moments>& out) {
   using A = Wide<T>;
   const Cut c = cut(s);
-  const int64_t channels = s.channels, fold = folded<Masked>(s), width = fold * channels;
+  const int64_t channels = s.channels, fold = folded(s), width = fold * channels;
   // Of each unit, where there are several for an image: its sums, and how many values a channel has.
   std::vector<double> firsts(c.pieces > 1 ? c.units * channels : 0), seconds(firsts.size()), counts(c.units);
   const auto put = [&](int64_t image, double count, const double* first, const double* second) {
@@ -354,10 +354,15 @@ void sum_last(const Shape& s, const T* x, const T* dy, const bool* keep, Values<
         for (int64_t k = 0; k < channels; ++k) pivot[k] = static_cast<A>(center.at(p.sample, k * s.parts + p.part));
       }
       for (int64_t k = channels; k < width; ++k) pivot[k] = pivot[k - channels];
-      int64_t count = p.end - p.begin;
-      for (int64_t i = p.begin; i < p.end; i += fold) {
-        if (Masked && !shows[i]) --count;
-        else add_line<Moments, T, A>(x_at + i * channels, dy_at + i * channels, std::min(p.end - i, fold) * channels, pivot, a, b);
+      int64_t count = 0;
+      for (int64_t at = p.begin, i; at < p.end; at = i) {
+        const Run<Masked> run(shows, at, p.end);
+        i = run.shown ? at : run.end;
+        count += run.end - i;
+        for (int64_t next; i < run.end; i = next) {
+          next = std::min(run.end, i + fold);
+          add_line<Moments, T, A>(x_at + i * channels, dy_at + i * channels, (next - i) * channels, pivot, a, b);
+        }
       }
       for (int64_t k = channels; k < width; ++k) a[k % channels] += a[k], b[k % channels] += b[k];
       const bool alone = c.pieces == 1;
@@ -406,7 +411,7 @@ struct Numbers {
 };
 
 template <bool X, bool Dy, bool Masked, class T, class A>
-NORMLAB_LOOP void draw_row(const T* x, const T* dy, T* out, const Bits<A>* keep, int64_t size, Numbers<A> at) {
+NORMLAB_LOOP void draw_row(const T* x, const T* dy, T* out, const bool* keep, int64_t size, Numbers<A> at) {
 #pragma omp simd
   for (int64_t i = 0; i < size; ++i) {
     A value = at.shift;
@@ -424,14 +429,13 @@ void draw_contiguous(const Shape& s, const T* x, const T* dy, T* out, const bool
   const Cut c = cut(s);
   const int64_t sample_size = s.channels * s.spatial;
   share(c.units, s.samples * sample_size, threads, [&](int64_t from, int64_t to) {
-    Part<A> part;
     for (int64_t unit = from; unit < to; ++unit) {
       const Piece p(s, c, unit);
       const Numbers<A> at(line, p.sample, p.row, p.channel);
       const int64_t start = p.sample * sample_size + p.begin;
       const int64_t size = p.end - p.begin;
-      const Bits<A>* bits = Masked ? part.of(keep + p.sample * s.spatial + p.begin % s.spatial, size) : nullptr;
-      draw_row<X, Dy, Masked, T, A>(x + start, dy + start, out + start, bits, size, at);
+      const bool* shows = Masked ? keep + p.sample * s.spatial + p.begin % s.spatial : nullptr;
+      draw_row<X, Dy, Masked, T, A>(x + start, dy + start, out + start, shows, size, at);
     }
   });
 }
@@ -453,7 +457,7 @@ void draw_last(const Shape& s, const T* x, const T* dy, T* out, const bool* keep
                int64_t threads) {
   using A = Wide<T>;
   const Cut c = cut(s);
-  const int64_t channels = s.channels, fold = folded<Masked>(s), width = fold * channels;
+  const int64_t channels = s.channels, fold = folded(s), width = fold * channels;
   share(c.units, s.samples * channels * s.spatial, threads, [&](int64_t from, int64_t to) {
     Room<A> room(4, width);
     A *center = room[0], *slope = room[1], *shift = room[2], *factor = room[3];
@@ -467,11 +471,15 @@ void draw_last(const Shape& s, const T* x, const T* dy, T* out, const bool* keep
           center[i] = at.center, slope[i] = at.slope, shift[i] = at.shift, factor[i] = at.factor;
         }
       }
-      const bool* hides = keep + p.sample * s.spatial;
-      for (int64_t i = p.begin; i < p.end; i += fold) {
-        const int64_t start = (p.sample * s.spatial + i) * channels, size = std::min(p.end - i, fold) * channels;
-        if (Masked && !hides[i]) std::memset(static_cast<void*>(out + start), 0, sizeof(T) * size);
-        else draw_line<X, Dy, T, A>(x + start, dy + start, out + start, size, center, slope, shift, factor);
+      const bool* shows = keep + p.sample * s.spatial;
+      for (int64_t i = p.begin; i < p.end;) {
+        const Run<Masked> run(shows, i, p.end);
+        for (int64_t next; i < run.end; i = next) {
+          next = std::min(run.end, i + fold);
+          const int64_t start = (p.sample * s.spatial + i) * channels, size = (next - i) * channels;
+          if (!run.shown) std::memset(static_cast<void*>(out + start), 0, sizeof(T) * size);
+          else draw_line<X, Dy, T, A>(x + start, dy + start, out + start, size, center, slope, shift, factor);
+        }
       }
     }
   });
