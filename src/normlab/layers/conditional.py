@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,17 +23,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-@register(
-    "conditional",
-    first="num_classes",
-    required=("num_classes",),
-    short=("ccbn",),
-    row="batch",
-    column="per class or branch",
-    page="conditional",
-)
-class ConditionalBatchNorm(OverBatch):
-    """Categorical conditional batch norm: batch statistics, an affine map for each class. ``layer(x, label)``."""
+class _ByClass(OverBatch):
+    terms: ClassVar[str]
 
     def __init__(
         self,
@@ -50,10 +41,25 @@ class ConditionalBatchNorm(OverBatch):
         act: str | None = None,
     ) -> None:
         super().__init__(
-            num_features, batch, "class", num_classes=num_classes, eps=eps, momentum=momentum,
+            num_features, batch, self.terms, num_classes=num_classes, eps=eps, momentum=momentum,
             track_running_stats=track_running_stats, init_std=init_std, ghost=ghost, device=device, dtype=dtype,
             act=act,
         )  # fmt: skip
+
+
+@register(
+    "conditional",
+    first="num_classes",
+    required=("num_classes",),
+    short=("ccbn",),
+    row="batch",
+    column="per class or branch",
+    page="conditional",
+)
+class ConditionalBatchNorm(_ByClass):
+    """Categorical conditional batch norm: batch statistics, an affine map for each class. ``layer(x, label)``."""
+
+    terms = "class"
 
 
 @register(
@@ -65,28 +71,10 @@ class ConditionalBatchNorm(OverBatch):
     column="sandwich",
     page="sandwich",
 )
-class SandwichBatchNorm(OverBatch):
+class SandwichBatchNorm(_ByClass):
     """Sandwich batch norm: batch statistics, a shared affine map, then one for each class. ``layer(x, label)``."""
 
-    def __init__(
-        self,
-        num_features: int,
-        num_classes: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        init_std: float = 0.0,
-        ghost: int | None = None,
-        act: str | None = None,
-    ) -> None:
-        super().__init__(
-            num_features, batch, "sandwich_class", num_classes=num_classes, eps=eps, momentum=momentum,
-            track_running_stats=track_running_stats, init_std=init_std, ghost=ghost, device=device, dtype=dtype,
-            act=act,
-        )  # fmt: skip
+    terms = "sandwich_class"
 
 
 @register(

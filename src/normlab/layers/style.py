@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,12 +22,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-@register("adaptive_instance", target=False, short=("adain",), row="instance", column="style", page="adaptive-instance")
-class AdaptiveInstanceNorm(Norm):
-    """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``.
-
-    ``unbiased`` takes the variances of the official code, of content and style: those of ``torch.var``.
-    """
+class _OfStyle(Norm):
+    terms: ClassVar[str]
 
     def __init__(
         self,
@@ -40,7 +36,17 @@ class AdaptiveInstanceNorm(Norm):
         act: str | None = None,
     ) -> None:
         statistics = Single(instance, unbiased=unbiased)
-        super().__init__(num_features, statistics, "style", eps=eps, device=device, dtype=dtype, act=act)
+        super().__init__(num_features, statistics, self.terms, eps=eps, device=device, dtype=dtype, act=act)
+
+
+@register("adaptive_instance", target=False, short=("adain",), row="instance", column="style", page="adaptive-instance")
+class AdaptiveInstanceNorm(_OfStyle):
+    """Adaptive instance norm: instance statistics, then the style's deviation and mean. ``layer(content, style)``.
+
+    ``unbiased`` takes the variances of the official code, of content and style: those of ``torch.var``.
+    """
+
+    terms = "style"
 
 
 @register(
@@ -51,24 +57,13 @@ class AdaptiveInstanceNorm(Norm):
     column="sandwich, then style",
     page="adaptive-instance",
 )
-class SandwichAdaptiveInstanceNorm(Norm):
+class SandwichAdaptiveInstanceNorm(_OfStyle):
     """Adaptive instance norm with a shared affine map before the style's. ``layer(content, style)``.
 
     ``unbiased`` takes the variances of the official code, of content and style: those of ``torch.var``.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        unbiased: bool = False,
-        act: str | None = None,
-    ) -> None:
-        statistics = Single(instance, unbiased=unbiased)
-        super().__init__(num_features, statistics, "sandwich_style", eps=eps, device=device, dtype=dtype, act=act)
+    terms = "sandwich_style"
 
 
 @register(
