@@ -20,7 +20,7 @@ from torch import Tensor
 from ..engine.expression import differentiate_plain, wants_plain
 from ..engine.numerics import FAR_IN_DEVIATIONS
 from ..statistics.plans import Pooled
-from .passes import is_channels_last, largest
+from .passes import largest
 
 if TYPE_CHECKING:
     from ..engine.rows import Rows
@@ -61,7 +61,7 @@ def normalize(
 @torch.no_grad()
 def _forward(x: Tensor, plan: Plan, weight: Tensor | None, bias: Tensor | None, eps: float) -> _Forward | None:
     n, c, s = x.shape[0], x.shape[1], prod(x.shape[2:])
-    last = is_channels_last(x)
+    last = x.dim() > 2 and c > 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
     if not last and not x.is_contiguous():
         return None
     shared = weight is None or weight.numel() == c

@@ -121,12 +121,6 @@ def bits(valid: Tensor, dtype: torch.dtype) -> Tensor:
     return valid.to(_INTEGERS[dtype.itemsize]).neg_()
 
 
-def hide_(t: Tensor, valid: Tensor) -> Tensor:
-    """Zero in place where ``valid [N, 1, *S]`` is False; outside autograd."""
-    t.view(_INTEGERS[t.element_size()]).bitwise_and_(bits(valid, t.dtype))
-    return t
-
-
 def hidden(x: Tensor, valid: Tensor) -> Tensor:
     """``x [N, C, *S]`` with zeros where ``valid [N, 1, *S]`` is False, for values and gradients."""
     if must_trace(x) or x.device.type != "cpu":

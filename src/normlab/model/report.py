@@ -50,7 +50,8 @@ class Report:
         )
         said = ", ".join(f"{n} {what}" for n, what in parts if n)
         left = f"; {len(self.skipped)} left as they were, see normlab.report" if self.skipped else ""
-        return f"{self.title}: {len(self.converted)} layers, {said}{left}"
+        layers = "1 layer" if len(self.converted) == 1 else f"{len(self.converted)} layers"
+        return f"{self.title}: {layers}, {said}{left}"
 
     def __str__(self) -> str:
         lines = [self.title]
