@@ -35,7 +35,8 @@ def moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> Tensor:
             return stats
     else:  # twenty times as fast as var_mean
         view = rows_view(at_least_float32(x), rows).contiguous()
-        _, mean, reciprocal = torch.native_group_norm(view, None, None, *view.shape, rows.number, _TINY)
+        n, r, size = view.shape
+        _, mean, reciprocal = torch.native_group_norm(view, None, None, n, r, size, r, _TINY)
         stats = torch.stack((mean, reciprocal.square().reciprocal_()))
     stats[1].clamp_min_(_TINY)
     near = x.device.type != "cpu" or largest(stats[0] / stats[1].sqrt()) <= FAR_IN_DEVIATIONS
