@@ -45,7 +45,7 @@ SLOW = {
     "lab/test_cluster.py": (),
     "lab/test_detection.py": (
         "test_compared_resumed_and_applied_from_the_command_line",
-        "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
+        "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one", "test_a_table_is_reproduced_in_small",
     ),
     "lab/test_few_shot.py": (
         "test_fit_from_python_learns_and_resumes", "test_compare_apply_and_evaluate",

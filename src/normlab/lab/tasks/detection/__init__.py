@@ -32,7 +32,8 @@ __all__ = ["TASK", "Detection"]
 
 _PIXELS = 1 << 20  # of images that are evaluated at once
 _SHOWN = 4  # images on the page
-_LEAST = 0.5  # score from which on a box is drawn
+_LEAST = 0.5  # score from which on a box is drawn or written
+_LIKELY = 0.3  # on the page
 _AP = {
     "ap": Metric("%", True, "AP"), "ap50": Metric("%", True, "AP50"), "ap75": Metric("%", True, "AP75"),
     "ap_small": Metric("%", True, "AP, small boxes"), "ap_medium": Metric("%", True, "AP, medium boxes"),
@@ -133,10 +134,10 @@ class Detection(Task):
         batch = next(ctx.batches(size=min(_SHOWN, ctx.data.number("test"))))
         classes, masks = ctx.data.classes, "mask_ap" in self.metrics
         there = [{k: v for k, v in t.items() if masks or k != "masks"} for t in targets_of(batch)]
-        found = drawn(batch.x, model(batch.x), classes, _LEAST)
+        found = drawn(batch.x, model(batch.x), classes, _LIKELY)
         truth = drawn(batch.x, there, classes, 0.0)
         said = [f"{what} {k + 1}" for what in ("found in", "there in") for k in range(batch.rows)]
-        shown = Picture(f"Test images: boxes with a score of at least {100 * _LEAST:.0f} per cent, and those that are "
+        shown = Picture(f"Test images: boxes with a score of at least {100 * _LIKELY:.0f} per cent, and those that are "
                         "there", torch.cat([found, truth]), said)  # fmt: skip
         return [shown, *importance_pictures(model, PARTS)]
 

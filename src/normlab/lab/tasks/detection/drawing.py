@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def draw(image: Tensor, found: Mapping[str, Tensor], classes: Sequence[str], *, 
     """An image, uint8 [3, H, W] or floats in [0, 1], with the boxes, names and scores of what has a score of at least
     ``least``, and its masks, uint8.
     """
-    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
+    from torchvision.utils import draw_segmentation_masks
 
     shown = image if image.dtype == torch.uint8 else (image.float().clamp(0, 1) * 255).round().to(torch.uint8)
     scores = found.get("scores")
@@ -39,11 +40,32 @@ def draw(image: Tensor, found: Mapping[str, Tensor], classes: Sequence[str], *, 
         masks = (masks[:, 0] if masks.dim() == 4 else masks) >= 0.5
         masks = masks.repeat_interleave(times, 1).repeat_interleave(times, 2)
         shown = draw_segmentation_masks(shown, masks, alpha=0.45, colors=colours)
-    limits = torch.tensor([shown.shape[2], shown.shape[1]] * 2) - 1
-    boxes = (boxes * times).round().minimum(limits).clamp(min=0)
-    good = (boxes[:, 2] >= boxes[:, 0]) & (boxes[:, 3] >= boxes[:, 1])
-    at = good.nonzero().flatten().tolist()
-    return draw_bounding_boxes(shown, boxes[good], [said[k] for k in at], [colours[k] for k in at], width=2)
+    return _boxed(shown, (boxes * times).round().int().tolist(), said, colours)
+
+
+def _boxed(
+    image: Tensor, boxes: Sequence[Sequence[int]], said: Sequence[str], colours: Sequence[tuple[int, int, int]]
+) -> Tensor:
+    """Rectangles, and on each a label in its colour, inside the image."""
+    import numpy as np
+    from matplotlib import get_data_path
+    from PIL import Image, ImageDraw, ImageFont
+
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    high, wide = image.shape[1:]
+    size = min(24, max(10, high // 24))
+    font = ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), size)
+    canvas = ImageDraw.Draw(picture)
+    for (left, top, right, bottom), text, colour in zip(boxes, said, colours, strict=True):
+        edges = [max(0, left), max(0, top), min(wide - 1, right), min(high - 1, bottom)]
+        if edges[2] < edges[0] or edges[3] < edges[1]:
+            continue
+        canvas.rectangle(edges, outline=colour, width=max(1, size // 6))
+        width = canvas.textlength(text, font) + 2
+        x, y = max(0, min(edges[0], wide - width)), max(0, edges[1] - size - 2)
+        canvas.rectangle([x, y, x + width, y + size + 2], fill=colour)
+        canvas.text((x + 1, y), text, fill=(0, 0, 0) if sum(colour) > 330 else (255, 255, 255), font=font)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
 
 
 def drawn(images: Tensor, found: Sequence[Mapping[str, Tensor]], classes: Sequence[str], least: float) -> Tensor:
