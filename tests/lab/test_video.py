@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from normlab.lab.reproduce.switchable.video import settings as settings_of_table
 from normlab.lab.study import build_model
 from normlab.lab.tasks import Context, task_of
 from normlab.lab.tasks.files import write_image
-from normlab.lab.tasks.video import TASK, Clips, Part, load_clips, read_clip
+from normlab.lab.tasks.video import TASK, Clips, Part, _strips, load_clips, read_clip
 from normlab.lab.tasks.video.motions import MOTIONS, State, moving, states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,11 +52,11 @@ def passing(number: int, length: int = 12, size: int = 8) -> tuple[torch.Tensor,
 
 
 def lines(train: int = 64, test: int = 16, frames: int = 4, stride: int = 1) -> Clips:
-    parts = []
-    for number in (train, test):
+    def part(number: int) -> Part:
         x, y = passing(number)
-        parts.append(Part.of(x.flatten(0, 1), [x.shape[1]] * number, y))
-    return Clips("lines", *parts, ("left", "right", "up", "down"), (0.1,), (0.3,), frames, stride)
+        return Part.of(x.flatten(0, 1), [x.shape[1]] * number, y)
+
+    return Clips("lines", part(train), part(test), ("left", "right", "up", "down"), (0.1,), (0.3,), frames, stride)
 
 
 def folder_of_clips(path: Path, lengths: tuple[int, ...] = (5, 5, 7, 5, 6), size: tuple[int, int] = (8, 8)) -> Path:
@@ -204,6 +204,7 @@ def test_clips_are_read_from_folders_animations_and_films(tmp_path: Path) -> Non
     assert streamed.mean[0] == pytest.approx(data.mean[0], abs=1e-6)
 
     pictures = [Image.fromarray(np.full((6, 9), 40 * k, np.uint8)) for k in range(5)]
+    options: dict[str, Any]
     for name, options in (("a.gif", {}), ("a.webp", {"lossless": True}), ("a.apng", {"format": "PNG"})):
         pictures[0].save(tmp_path / name, save_all=True, append_images=pictures[1:], **options)
         clip = read_clip(tmp_path / name)
@@ -302,7 +303,8 @@ def test_a_still_clip_has_the_output_of_its_image(name: str) -> None:
     for module in net.modules():  # frames beyond the ends as those at the ends
         if isinstance(module, nn.Conv3d) and module.kernel_size[0] > 1:
             module.register_forward_pre_hook(_longer)
-            module.padding = (0, *module.padding[1:])
+            _, *sides = cast(Any, module).padding
+            module.padding = (0, *sides)
     clip = x[:, :, None].expand(-1, -1, 8, -1, -1)
     torch.testing.assert_close(net(clip), expected, rtol=1e-4, atol=1e-5)
 
@@ -317,10 +319,11 @@ def test_the_inflated_resnet_50_is_that_of_the_papers() -> None:
         net: Any = build("inflated(torchvision:resnet50)", about, "batch", seed=0).net
     deep = {n: m.kernel_size[0] for n, m in net.named_modules() if isinstance(m, nn.Conv3d) and m.kernel_size[0] > 1}
     assert deep.pop("conv1") == 5 and set(deep.values()) == {3} and len(deep) == 8  # every second of 16 blocks
-    strides = {n: m.stride[0] for n, m in net.named_modules() if isinstance(m, (nn.Conv3d, nn.MaxPool3d))}
+    layers: dict[str, Any] = dict(net.named_modules())
+    strides = {n: cast(Any, m).stride[0] for n, m in layers.items() if isinstance(m, (nn.Conv3d, nn.MaxPool3d))}
     assert [n for n, s in strides.items() if s == 2] == ["conv1", "maxpool", "layer2.0.conv2", "layer2.0.downsample.0"]
     seen = {}
-    net.layer4.register_forward_hook(lambda m, i, o: seen.update(shape=tuple(o.shape)))
+    layers["layer4"].register_forward_hook(lambda m, i, o: seen.update(shape=tuple(o.shape)))
     with torch.no_grad():
         net.eval()(torch.empty(1, 3, 32, 224, 224, device="meta"))
     assert seen["shape"] == (1, 2048, 4, 7, 7)
@@ -331,6 +334,7 @@ def test_the_inflated_resnet_50_is_that_of_the_papers() -> None:
 def test_norms_of_networks_for_clips_are_exchanged(name: str) -> None:
     about, x = like(4, 8), torch.rand(2, 1, 4, 8, 8)
     kinds = {"batch": "BatchNorm", "group(4)": "GroupNorm", "switchable": "SwitchNorm", "frozen": "BatchNorm"}
+    model: Any = None
     for norm, kind in kinds.items():
         model = build(name, about, norm, seed=0)
         assert model(x).shape == (2, 4) and any(kind in type(m).__name__ for m in model.modules()), norm
@@ -420,7 +424,7 @@ def test_motion_is_learned_and_runs_resume_with_the_same_numbers(tmp_path: Path)
     assert accuracy["frames(still)"] < 60 and accuracy["frames(reversed)"] < 15
     assert accuracy["frames(reversed)"] < accuracy["frames(shuffled)"] < accuracy["test"]
     (picture,) = records["test"]["pictures"]
-    assert picture["shape"] == [4, 1, 8, 4 * 9 - 1] and picture["captions"][0].startswith("left: left, ")
+    assert picture["shape"] == [4, 1, 7 * 8, 4 * (7 * 8 + 1) - 1] and picture["captions"][0].startswith("left: left, ")
     with pytest.raises(LabError, match=r"frames cannot be 'forwards'"):
         TASK.measurement("frames(forwards)")
     with pytest.raises(LabError, match=r"fit\(\) takes the Clips of .* load_clips"):
@@ -429,6 +433,14 @@ def test_motion_is_learned_and_runs_resume_with_the_same_numbers(tmp_path: Path)
         task_of(settings.with_(recipe="augmented(cutout)"))
     with pytest.raises(LabError, match=r"branches main and aux .* clips have none"):
         TASK.check(build_model(settings.with_(norm="auxiliary"), data))
+
+
+def test_strips_of_frames() -> None:
+    x = torch.arange(12, dtype=torch.uint8).view(1, 1, 12, 1, 1).expand(1, 3, 12, 120, 180) * 20
+    strips = _strips(x)
+    assert strips.shape == (1, 3, 60, 8 * 91 - 1)
+    assert strips[0, 0, 0, ::91].tolist() == [20 * k for k in (0, 2, 3, 5, 6, 8, 9, 11)]  # evenly apart
+    assert strips[0, 0, 0, 90].item() == 255
 
 
 def test_channels_last_changes_no_more_than_rounding() -> None:

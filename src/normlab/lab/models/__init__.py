@@ -135,7 +135,7 @@ def _inflated(
     if not frames_of(data):
         raise LabError(f"{name} takes clips, and the data are images; take {inner_name(name)}, or --task video")
     inner, init = inner_name(name), options.pop("init", "he")
-    images = SimpleNamespace(**{k: getattr(data, k) for k in ("channels", "size", "classes", "mean", "std")})
+    images: Any = SimpleNamespace(**{k: getattr(data, k) for k in ("channels", "size", "classes", "mean", "std")})
     if inner.startswith(PREFIXES):
         _check(name, options, [])
         net = library_network(inner, images)

@@ -147,8 +147,8 @@ def _pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value, value)  # type: ignore[return-value]
 
 
-def _conv(module: nn.Conv2d, step: int, depth: int) -> nn.Module:
-    sides = module.padding if not isinstance(module.padding, str) else tuple(
+def _conv(module: Any, step: int, depth: int) -> nn.Module:
+    sides: Any = module.padding if not isinstance(module.padding, str) else tuple(
         d * (k - 1) // 2 if module.padding == "same" else 0
         for d, k in zip(module.dilation, module.kernel_size, strict=True)
     )  # fmt: skip

@@ -32,7 +32,7 @@ from .clips import Clips, Part, load_clips, read_clip
 __all__ = ["ORDERS", "TASK", "Clips", "Part", "Video", "load_clips", "read_clip"]
 
 _VALUES = 1 << 23  # of the clips that are tested at once
-_SHOWN = 10  # clips on the page
+_SHOWN, _FRAMES, _SIDE = 10, 8, 60  # clips on the page, frames of each, and their height in pixels
 ORDERS = {"shuffled": "in random order", "still": "the middle one repeated", "reversed": "backwards"}
 
 
@@ -78,7 +78,7 @@ class Video(FineTune):
                            "leave it out.")  # fmt: skip
         return self
 
-    def load(self, settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Clips:
+    def load(self, settings: Settings, *, root: str | Path | None = None, download: bool = False) -> Any:
         own = self.chosen(settings)
         return load_clips(
             settings.data, frames=own.frames, stride=own.stride, size=settings.size or None,
@@ -141,12 +141,11 @@ class Video(FineTune):
         labels, names = ctx.data.test.y.tolist(), ctx.data.classes
         chosen = [labels.index(k) for k in range(len(names)) if k in labels][:_SHOWN]
         x = ctx.data.rows("test", ctx.data.samples("test", 0.5)[chosen], torch.device("cpu")).x
-        strips = F.pad(x, (0, 1), value=255).transpose(2, 3).flatten(3)[..., :-1]  # [k, C, H, frames * (W + 1) - 1]
         captions = [
             f"{names[labels[i]]}: {names[said[i]]}, {100 * sure[i]:.0f} %" if sure[i].isfinite() else names[labels[i]]
             for i in chosen
         ]
-        return [Picture("test clips: their class, and what the network says", strips, captions)]
+        return [Picture("test clips: their class, and what the network says", _strips(x), captions)]
 
     def measurement(self, text: str) -> Measurement:
         found = parse(self, text)
@@ -189,6 +188,18 @@ def _shares(crops: int) -> list[float]:
     ([0.0, 0.5, 1.0], [0.5])
     """
     return [0.5] if crops == 1 else [k / (crops - 1) for k in range(crops)]
+
+
+def _strips(x: Tensor) -> Tensor:  # [k, C, T, H, W] to [k, C, side, several sides]
+    """At most eight frames of each clip beside each other, with a line between, large enough to see and no larger."""
+    x = x[:, :, torch.linspace(0, x.shape[2] - 1, min(_FRAMES, x.shape[2])).round().long()]
+    high, wide = x.shape[3:]
+    if high > _SIDE:
+        size = (x.shape[2], _SIDE, max(1, round(_SIDE * wide / high)))
+        x = F.interpolate(x.float(), size, mode="area").round().to(torch.uint8)
+    else:
+        x = x.repeat_interleave(_SIDE // high, 3).repeat_interleave(_SIDE // high, 4)
+    return F.pad(x, (0, 1), value=255).transpose(2, 3).flatten(3)[..., :-1]
 
 
 def _in_order(x: Tensor, order: str, draw: torch.Generator) -> Tensor:  # [N, C, T, H, W]

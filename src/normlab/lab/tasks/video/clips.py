@@ -31,7 +31,7 @@ _SEEN = 2000  # frames of a folder that its mean and deviation are of
 class Part(NamedTuple):
     """Clips one after the other."""
 
-    frames: Tensor | Stored  # uint8 [frames of all clips, C, H, W]
+    frames: Any  # uint8 [frames of all clips, C, H, W]: a tensor, or a Stored that stands for one
     first: Tensor  # [n]: where each clip begins
     length: Tensor  # [n]: its frames
     y: Tensor  # [n]
@@ -168,12 +168,13 @@ def load_clips(
     if kind == "stream" and size is None:
         raise LabError(f"{name} needs a size: height and width that its frames are brought to, --size 112.")
     read = partial(_decoded if kind == "folder" else _listed, size=size)
-    *parts, classes = parts_of_folder(Path(rest), kind, read, Part.only, "clips")
-    parts = _alike(name, parts)
-    parts = [_first(part, n, of) for part, n, of in zip(parts, (train, test), ("training", "test"), strict=True)]
-    numbers = parts[0].numbers()
-    few = parts[0].frames[numbers[torch.linspace(0, len(numbers) - 1, min(_SEEN, len(numbers))).long()]]
-    return Clips(name, *parts, classes, *mean_std(few), frames, stride, crop=min(parts[0].frames.shape[2:]) // 8)
+    first, second, classes = parts_of_folder(Path(rest), kind, read, Part.only, "clips")
+    first, second = _alike(name, (first, second))
+    first, second = _first(first, train, "training"), _first(second, test, "test")
+    numbers = first.numbers()
+    few = first.frames[numbers[torch.linspace(0, len(numbers) - 1, min(_SEEN, len(numbers))).long()]]
+    crop = min(first.frames.shape[2:]) // 8
+    return Clips(name, first, second, classes, *mean_std(few), frames, stride, crop=crop)
 
 
 def _first(part: Part, number: int | None, what: str) -> Part:
@@ -191,14 +192,18 @@ def moving_digits(
     of = load(source, root=root, download=download)
     if of.channels != 1:
         raise LabError(f"{name}: the images of {source} have {of.channels} channels; expected grey ones, on black.")
-    parts = []
-    for purpose, images, number in (("train", of.train, train), ("test", of.test, test)):
+
+    def part(purpose: str, images: Images, number: int | None) -> Part:
         labels = torch.arange(len(images.y)) % len(MOTIONS)
         mixed = torch.randperm(len(labels), generator=generator(0, "motions of", purpose))
-        chosen = first_images(Images(torch.arange(len(labels)), labels[mixed]), number, purpose)
+        chosen = first_images(
+            Images(torch.arange(len(labels)), labels[mixed]), number, purpose.replace("train", "training")
+        )
         x = moving(images.x[chosen.x], State(*(s[chosen.x] for s in states(labels[mixed], 0, purpose))), size)
-        parts.append(Part.of(x.flatten(0, 1), [FRAMES] * len(x), chosen.y))
-    return Clips(name, *parts, tuple(MOTIONS), *mean_std(parts[0].frames), frames, stride)
+        return Part.of(x.flatten(0, 1), [FRAMES] * len(x), chosen.y)
+
+    first, second = part("train", of.train, train), part("test", of.test, test)
+    return Clips(name, first, second, tuple(MOTIONS), *mean_std(first.frames), frames, stride)
 
 
 # Files
@@ -325,16 +330,15 @@ def _as_colourful(frames: Sequence[Tensor]) -> list[Tensor]:
     return [f.expand(-1, channels, -1, -1) for f in frames]
 
 
-def _alike(name: str, parts: Sequence[Part]) -> list[Part]:
+def _alike(name: str, parts: tuple[Part, Part]) -> tuple[Part, Part]:
     """Frames of training and test part with the same shape."""
     if any(isinstance(part.frames, Stored) for part in parts):
-        return list(parts)
-    frames = _as_colourful([part.frames for part in parts])  # type: ignore[misc]
-    parts = [part._replace(frames=own) for part, own in zip(parts, frames, strict=True)]
-    if parts[0].frames.shape[1:] != parts[1].frames.shape[1:]:
-        shapes = [tuple(part.frames.shape[2:]) for part in parts]
+        return parts
+    train, test = _as_colourful([part.frames for part in parts])
+    if train.shape[1:] != test.shape[1:]:
+        shapes = [tuple(frames.shape[2:]) for frames in (train, test)]
         raise LabError(f"training and test clips of {name} differ in height x width ({_sizes(shapes)}); give a size.")
-    return parts
+    return parts[0]._replace(frames=train), parts[1]._replace(frames=test)
 
 
 def _sizes(shapes: Sequence[tuple[int, ...]]) -> str:
