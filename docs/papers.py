@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -318,7 +319,10 @@ def filled(text: str) -> str:
     ``paper`` and ``error`` are the other figures of a cell. ``less`` takes two rows: the first of ours less the second;
     ``paper-less`` is that of the paper. ``below | TABLE | ROW | ROW`` counts the columns where the first is below the
     second, ``8 of 9``. ``across | TABLE | ROW | COLUMN | COLUMN`` is the first column less the second.
-    ``claim | TABLE | ROW | ROW | COLUMN`` says whether the order of the paper holds; with ``| across`` of two columns.
+    ``printed | TABLE | ROW | COLUMN`` is a figure of a paper's table that was not run.
+
+    ``claim | TABLE | ROW | ROW | COLUMN`` says whether the order of the paper holds; of two columns of a row it is
+    ``claim | TABLE | ROW | COLUMN | COLUMN | across``.
     """
     return _PLACE.sub(lambda m: str(_PLACES[(parts := _parts(m[1]))[0]](*parts[1:])), text)
 
@@ -350,6 +354,13 @@ def claim(a: ComparisonRow, b: ComparisonRow) -> str:
     return "Holds" if told.told_same else "Reversed" if told.told_reversed else "Not told apart"
 
 
+def _printed(name: str, label: str, column: str) -> str:
+    """A figure of a paper's table that was not run here."""
+    module = import_module(entries()[name].run.__module__)
+    value = getattr(module, f"TABLE_{name.rpartition('table')[2]}")[label][column]
+    return printed(value.mean, value.error)
+
+
 def _across(table: str, label: str, first: str, second: str) -> str:
     values = [cell(table, label, column).mean for column in (first, second)]
     return f"{values[0] - values[1]:.1f}".replace("-", "\N{MINUS SIGN}")
@@ -370,6 +381,7 @@ _PLACES: dict[str, Callable[..., str]] = {
     "paper-less": lambda *names: _less(*names, of=lambda r: r.paper),
     "across": _across,
     "below": _below,
+    "printed": _printed,
     "claim": _claim,
 }
 

@@ -722,7 +722,7 @@ def test_a_cell_of_darts_is_a_model_of_the_lab(tmp_path):
 # Reproductions ------------------------------------------------------------------------------------------------------
 
 ENTRIES = [  # those of batch-group are in test_reproduce_streams.py
-    n for n in reproduce.entries() if re.fullmatch(r"sandwich-(table[25]|fig(8|9|1[0-6]))|switchable-fig10b", n)
+    n for n in reproduce.entries() if re.fullmatch(r"sandwich-(table[25]|fig([489]|1[0-6]))|switchable-fig10b", n)
 ]
 
 
