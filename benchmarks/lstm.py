@@ -123,13 +123,13 @@ def main() -> None:
     device, calls = ("cuda", 5) if on_cuda else ("cpu", 1)
     here = machine(torch.cuda.get_device_name() if on_cuda else cpu(), arguments.commit)
     torch.manual_seed(0)
-    rows = []
+    rows = [row for row in read(arguments.out) if row["device"] != here["device"]]
     for kind in PRECISIONS if on_cuda else ("float32",):
         for norm in arguments.only.split(","):
-            rows.append(measure(norm, kind, device, arguments.rounds, calls, arguments.cells))
-            print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
-    others = [row for row in read(arguments.out) if row["device"] != here["device"]]
-    write([*others, *({**row, **here} for row in rows)], arguments.out, {})
+            row = measure(norm, kind, device, arguments.rounds, calls, arguments.cells)
+            print(*(f"{k}={v}" for k, v in row.items()), flush=True)
+            rows.append({**row, **here})
+            write(rows, arguments.out, {})
 
 
 if __name__ == "__main__":

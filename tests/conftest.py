@@ -31,6 +31,7 @@ SLOW = {
     "gpu/test_kernels.py": (),
     "gpu/test_kernels_compile.py": (),
     "gpu/test_kernels_masked.py": (),
+    "gpu/test_lstm.py": (),
     "lab/test_adaptation.py": (
         "test_adaptation_finds_classes_that_training_on_the_source_does_not",
         "test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one",
@@ -72,6 +73,10 @@ SLOW = {
         "test_a_comparison_shows_cells_curves_and_true_accuracies", "test_a_search_resumes_to_the_same_numbers",
         "test_enas_finds_a_cell_that_its_controller_draws", "test_reproductions_of_searches_run",
         "test_a_cell_of_darts_is_a_model_of_the_lab", "test_a_cell_trained_alone_is_one_network_for_all_settings",
+    ),
+    "lab/test_sequences.py": (
+        "test_fit_from_python_learns_and_resumes", "test_two_processes_and_parts_train_as_one_does",
+        "test_compare_apply_and_measure",
     ),
     "lab/test_store.py": ("test_a_full_disk_is_a_sentence_and_changes_nothing",),
     "lab/test_stored.py": (),
