@@ -3,7 +3,7 @@
     python benchmarks/lstm.py --out benchmarks/lstm.csv
 
 On a GPU, if there is one, in three precisions; otherwise on the CPU. Candidates run in alternation, and ratios are
-medians over rounds. Host and device are both in the time: nothing is captured. Rows of other devices stay in the file.
+medians over rounds. Host and device are both in the time: nothing is captured. Other rows stay in the file.
 """
 
 from __future__ import annotations
@@ -123,13 +123,14 @@ def main() -> None:
     device, calls = ("cuda", 5) if on_cuda else ("cpu", 1)
     here = machine(torch.cuda.get_device_name() if on_cuda else cpu(), arguments.commit)
     torch.manual_seed(0)
-    rows = [row for row in read(arguments.out) if row["device"] != here["device"]]
+    kept = read(arguments.out)
     for kind in PRECISIONS if on_cuda else ("float32",):
         for norm in arguments.only.split(","):
             row = measure(norm, kind, device, arguments.rounds, calls, arguments.cells)
             print(*(f"{k}={v}" for k, v in row.items()), flush=True)
-            rows.append({**row, **here})
-            write(rows, arguments.out, {})
+            key = here["device"], norm, kind
+            kept = [r for r in kept if (r["device"], r["norm"], r["precision"]) != key] + [{**row, **here}]
+            write(kept, arguments.out, {})
 
 
 if __name__ == "__main__":

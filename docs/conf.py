@@ -168,6 +168,21 @@ def write_cpu(app: Any) -> None:
     write(app, "cpu-ranges", table)
 
 
+def write_lstm(app: Any) -> None:
+    """Normalized LSTMs beside nn.LSTM: a row for each device and precision, a column for each norm."""
+    rows = results("lstm")
+    norms = list(dict.fromkeys(r["norm"] for r in rows))
+    found = {(r["device"], r["precision"], r["norm"]): r for r in rows}
+    table = [["", "nn.LSTM, ms", *norms, *(f"{n}, loop of cells" for n in norms), "commit"]]
+    for device, kind in dict.fromkeys(key[:2] for key in found):
+        mine = [found.get((device, kind, n), {}) for n in norms]
+        cells = [r.get(column) or "" for column in ("over_nn_lstm", "loop_of_cells_over_ours") for r in mine]
+        there = [r for r in mine if r]
+        torchs = min(float(r["nn_lstm_ms"]) for r in there)
+        table.append([f"{device}, {kind}", f"{torchs:.3g}", *cells, there[0]["commit"]])
+    write(app, "lstm", table)
+
+
 def write_lab(app: Any) -> None:
     """What benchmarks/lab.py measured, without the single corruptions."""
     rows = [r for r in results("lab") if "severities" not in r["what"] or r["what"].startswith("19 ")]
@@ -199,7 +214,7 @@ def visit_block(translator: Any, node: nodes.Element) -> None:
 
 def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
-    writers = (write_tables, write_gpu, write_cpu, write_lab, write_papers, write_measured)
+    writers = (write_tables, write_gpu, write_cpu, write_lstm, write_lab, write_papers, write_measured)
     for write_one in (*writers, write_pictures, write_tables_of_normalizers):
         app.connect("builder-inited", write_one)
     app.connect("source-read", fill_page)
