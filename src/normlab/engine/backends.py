@@ -49,6 +49,8 @@ class _Choice(NamedTuple):
 
 
 _choice: ContextVar[_Choice] = ContextVar("normlab_backend", default=_Choice())  # noqa: B039  # it is immutable
+# The choice that was entered last, in whichever thread: older compilers do not trace a context variable.
+_last: list[_Choice] = [_choice.get()]
 chosen = _choice.get  # layers cache calls by it, so that calls in different scopes stay apart
 
 
@@ -79,11 +81,13 @@ def backend(name: str | None = None, *, host: str | None = None, launches: str |
 @contextmanager
 def choice_scope(choice: _Choice) -> Iterator[None]:
     """Within it, ``choice`` holds."""
-    token = _choice.set(choice)
+    token, last = _choice.set(choice), _last[0]
+    _last[0] = choice
     try:
         yield
     finally:
         _choice.reset(token)
+        _last[0] = last
 
 
 def choice_is_lost(choice: _Choice | None) -> bool:
@@ -117,7 +121,7 @@ def one_launch() -> bool:
 def _known(name: str) -> str:
     if name not in _NAMES:
         raise ValueError(f"there is no back end {name!r}; {nearest(name, _NAMES)}")
-    if name == "triton" and not _has_triton():
+    if name == "triton" and not _HAS_TRITON:
         raise ValueError("the back end 'triton' needs the triton package, which is not installed; use 'torch'")
     return name
 
@@ -134,14 +138,15 @@ def _known_launches(number: str) -> str:
     return number
 
 
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+_HAS_TRITON = find_spec("triton") is not None
+
+
+_ENVIRONMENT = os.environ.get("NORMLAB_BACKEND", "auto")
 
 
 @lru_cache(maxsize=1)
 def _name_from_environment() -> str:
-    return _known(os.environ.get("NORMLAB_BACKEND", "auto"))
+    return _known(_ENVIRONMENT)
 
 
 @lru_cache(maxsize=1)
@@ -164,7 +169,23 @@ def kernels_serve(x: Tensor) -> bool:
     name = _choice.get().name or _name_from_environment()
     if name == "torch" or x.dtype == torch.float64 or not x.numel():
         return False
-    return (name == "triton" and not x.is_meta) or (x.is_cuda and _has_triton())
+    return (name == "triton" and not x.is_meta) or (x.is_cuda and _HAS_TRITON)
+
+
+def graphs_reach_kernels(x: Tensor) -> bool:
+    """Whether a graph that is being compiled takes the operators of :mod:`normlab.engine.operators` for ``x``.
+
+    Otherwise it has the plain expression: exported programs need no normlab, and transforms differentiate it.
+    """
+    # Not `is_exporting()`, which older compilers take for true.
+    if not torch.compiler.is_compiling() or torch.compiler._is_exporting_flag:
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    name = _last[0].name or _ENVIRONMENT
+    if name == "torch" or not _HAS_TRITON or x.dtype == torch.float64 or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    return (name == "triton" or x.is_cuda) and 0 not in x.shape
 
 
 def must_trace(x: Tensor) -> bool:

@@ -20,7 +20,6 @@ from ..statistics.activation import ACTIVATIONS, LEAK, activate
 from ..statistics.affine import Affine
 from ..statistics.positional import OfPositions
 from .host import describe, library
-from .launch import addresses
 from .launch_plans import LaunchPlan, LaunchPlans
 from .shapes import at_address, in_layout, in_layout_of
 from .tiles import ceil
@@ -77,6 +76,36 @@ def for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
+def run_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    learned: tuple[Tensor | None, ...],  # weight and bias of two affine maps, logits of means and of variances
+    label: Tensor | None,
+    no_grad_inputs: NoGradInputs,
+    plans: LaunchPlans,
+    several: bool = False,  # launches, whatever the scope says
+) -> tuple[Tensor, Tensor, LaunchPlan]:
+    """``y``, what backward needs beside the inputs, and the launch plan that made them."""
+    residual_like_x = None if residual is None else in_layout_of(residual, x, plans.config.shape.channels_last)
+    weight, bias, weight2, bias2, mean_logits, var_logits = learned
+    segment, mean, var, batches, numbers, branch, mask = no_grad_inputs
+    if mean is not None and branch:
+        assert var is not None and batches is not None
+        mean, var, batches = mean[branch], var[branch], batches[branch]
+    tensors = (
+        x, residual_like_x, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits, mean, var,
+        batches, mask,
+    )  # fmt: skip
+    plan = plans.plan_for(tensors, several)
+    y = torch.empty_like(x)
+    work = torch.empty(plan.forward_floats, dtype=torch.float32, device=x.device)
+    partials = work
+    if plan.partial_floats:
+        partials = torch.empty(plan.partial_floats, dtype=torch.float32, device=x.device)
+    plan.run(describe.FORWARD, (x, y, residual_like_x, work, partials, *tensors[2:]), work, numbers)
+    return y, work, plan
+
+
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,50 +126,14 @@ class _Normalize(torch.autograd.Function):
         returned: list[tuple[LaunchPlan, Tensor]] | None,
         entry: Any,
     ) -> Tensor:
-        residual_like_x = None if residual is None else in_layout_of(residual, x, plans.config.shape.channels_last)
-        segment, mean, var, batches, numbers, branch, mask = no_grad_inputs
-        if mean is None:
-            branch = 0  # this batch normalizes, and nothing moves
-        if branch and not x.is_cuda:
-            assert mean is not None and var is not None and batches is not None
-            mean, var, batches = mean[branch], var[branch], batches[branch]
-        tensors = (
-            x, residual_like_x, weight, bias, weight2, bias2, segment, label, mean_logits, var_logits, mean, var,
-            batches, mask,
-        )  # fmt: skip
-        pointers = addresses(tensors)
-        if branch and x.is_cuda:  # cheaper than views of the branch
-            assert mean is not None and var is not None
-            row = branch * mean.shape[1]
-            pointers[10] += row * mean.itemsize
-            pointers[11] += row * var.itemsize
-            pointers[12] += branch * 8
-        dtype = x.dtype
-        at = pointers or [0 if t is None else t.data_ptr() for t in tensors]
-        plan = plans.plan_for(tuple([dtype if t is None else t.dtype for t in tensors]), at)
-        y = torch.empty_like(x)
-        work = torch.empty(plan.forward_floats, dtype=torch.float32, device=x.device)
-        partials = work
-        if plan.partial_floats:
-            partials = torch.empty(plan.partial_floats, dtype=torch.float32, device=x.device)
-        tensors = (x, y, residual_like_x, work, partials, *tensors[2:])
-        if pointers:
-            pointers = [
-                pointers[0], y.data_ptr(), pointers[1], work.data_ptr(), partials.data_ptr(), *pointers[2:]
-            ]  # fmt: skip
-        if not plan.meet:
-            tensors, pointers = (*tensors, work), [*pointers, *pointers[3:4]]
-        for launch in plan.forward:
-            launch(tensors, pointers, numbers)
+        learned = (weight, bias, weight2, bias2, mean_logits, var_logits)
+        y, work, plan = run_forward(x, residual, learned, label, no_grad_inputs, plans)
         if returned is not None:
             returned.append((plan, work))
         if entry is not None:
-            stored = (no_grad_inputs.running_mean, no_grad_inputs.running_var, no_grad_inputs.batches)
-            describe.learn(
-                entry, plan,
-                (x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, segment, label, *stored, mask),
-            )  # fmt: skip
-        ctx.save_for_backward(x, residual, weight, bias, weight2, bias2, mean_logits, var_logits, mask)
+            segment, *stored = no_grad_inputs[:4]
+            describe.learn(entry, plan, (x, residual, *learned, segment, label, *stored, no_grad_inputs.mask))
+        ctx.save_for_backward(x, residual, *learned, no_grad_inputs.mask)
         ctx.plan, ctx.work, ctx.rest = plan, work, ((rule_of, rows), no_grad_inputs, label)
         return y
 
@@ -170,13 +163,20 @@ def _backward(
     plan: LaunchPlan, rule_and_rows: tuple[RuleOf, Rows], no_grad_inputs: NoGradInputs, label: Tensor | None,
     work: Tensor, values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of ``values``: x, the residual, two affine maps and the logits."""
-    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = values
-    assert x is not None
     if wants_plain(dy):
         rule_of, rows = rule_and_rows
         rule = rule_of(plan, work, no_grad_inputs)
         return _differentiate_again(rule, rows, plan.config.act, no_grad_inputs, label, values, needs, dy)
+    return run_backward(plan, no_grad_inputs, label, work, values, needs, dy)
+
+
+def run_backward(
+    plan: LaunchPlan, no_grad_inputs: NoGradInputs, label: Tensor | None, work: Tensor,
+    values: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of ``values``: x, the residual, two affine maps and the logits."""
+    x, residual, weight, bias, weight2, bias2, mean_logits, var_logits = values
+    assert x is not None
     config, shape = plan.config, plan.shape
     # Hooks of saved tensors may have changed their layout, or moved them.
     x = at_address(in_layout(x, shape.channels_last), plan.aligned[0])
@@ -188,11 +188,11 @@ def _backward(
     if mask is not None:
         mask = at_address(mask.contiguous(), plan.aligned[13])
     dy = at_address(in_layout_of(dy, x, shape.channels_last), True)
-    which, launches = describe.BACKWARD, plan.backward
+    which = describe.BACKWARD
     if not needs[0]:
-        which, launches = describe.OF_PARAMETERS, plan.backward_of_parameters
+        which = describe.OF_PARAMETERS
     elif not plan.reads and not plan.has_inner and not any(needs[2:]):
-        which, launches = describe.OF_X, plan.backward_of_x
+        which = describe.OF_X
     d_weight = d_bias = d_weight2 = d_bias2 = d_mean = d_var = None
     if weight is not None:
         assert bias is not None
@@ -222,13 +222,9 @@ def _backward(
         no_grad_inputs.segment, label, mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var,
         mask,
     )  # fmt: skip
-    if not plan.meet:
-        tensors = (*tensors, work)
-    pointers, numbers = addresses(tensors), (no_grad_inputs.numbers[1], no_grad_inputs.numbers[7])
-    for launch in launches:
-        launch(tensors, pointers, numbers)
+    plan.run(which, tensors, work, (no_grad_inputs.numbers[1], no_grad_inputs.numbers[7]))
     if plan.compiled:
-        describe.learn_launches(plan, which, launches)
+        describe.learn_launches(plan, which, plan.launches(which))
     d_residual = None
     if config.residual and needs[1]:
         d_residual = dy if d_inner is None else d_inner

@@ -2,6 +2,7 @@
 
 from . import lstm
 from .closed_family import normalize
+from .kinds import changes_residual, floats_of_kind, run_kind, run_kind_backward
 from .passes import (
     apply,
     back_through_pools,
@@ -14,10 +15,14 @@ from .passes import (
     sum_runs,
 )
 from .prepared.choose import prepare
+from .shapes import dense
 
 __all__ = [
     "apply",
     "back_through_pools",
+    "changes_residual",
+    "dense",
+    "floats_of_kind",
     "gradients",
     "input_gradient",
     "lstm",
@@ -26,6 +31,8 @@ __all__ = [
     "normalize",
     "pool",
     "prepare",
+    "run_kind",
+    "run_kind_backward",
     "sparsest",
     "sum_runs",
 ]

@@ -136,6 +136,5 @@ def _seen(rule: ClosedRule, plan: ClosedFamilyPlan, work: Tensor) -> list[Pooled
 
 def batch_views(plan: ClosedFamilyPlan, work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of the pool over the batch, and the number of samples of each segment."""
-    at = (5 if plan.reads else 3) * plan.shape.rows + plan.counts + 2 * plan.sample_cells
-    cells = plan.batch_cells
+    at, cells = plan.config.of_batch, plan.batch_cells
     return work[at : at + cells], work[at + cells : at + 2 * cells], work[-plan.config.segments :]

@@ -49,6 +49,33 @@ class ClosedFamilyConfig(NamedTuple):
     projects: bool = False  # mixture weights are the projection of the logits onto the simplex, not their softmax
     masked: bool = False
 
+    @property
+    def reads(self) -> bool:
+        """Whether some statistic depends on ``x``."""
+        return self.instance or self.sample_groups > 0 or (self.batch_groups > 0 and self.live)
+
+    @property
+    def counts(self) -> int:
+        """Room for how many positions of each sample count."""
+        return self.shape.n if self.masked and self.reads else 0
+
+    @property
+    def sample_cells(self) -> int:
+        return self.shape.n * self.sample_groups
+
+    @property
+    def batch_cells(self) -> int:
+        return self.segments * self.batch_groups
+
+    @property
+    def of_batch(self) -> int:
+        """Where the statistics of the pool over the batch begin in what forward keeps."""
+        return (5 if self.reads else 3) * self.shape.rows + self.counts + 2 * self.sample_cells
+
+    @property
+    def forward_floats(self) -> int:
+        return self.of_batch + (4 if self.renorm else 2) * self.batch_cells + self.segments
+
 
 class _Programs(NamedTuple):
     """How many programs work on each part of what lies between the passes."""
@@ -66,21 +93,15 @@ class ClosedFamilyPlan(LaunchPlan):
         rows, width = shape.rows, shape.width
         self.config, self.shape = config, shape
         has_sample, has_batch = config.sample_groups > 0, config.batch_groups > 0
-        self.live = has_batch and config.live
-        self.reads = config.instance or has_sample or self.live
-        self.sample_cells = shape.n * config.sample_groups
-        self.batch_cells = config.segments * config.batch_groups
+        self.live, self.reads = has_batch and config.live, config.reads
+        self.sample_cells, self.batch_cells = config.sample_cells, config.batch_cells
         self.wide = self.live and config.batch_groups != width  # a statistic of the batch covers several rows
         groups = [config.sample_groups] * has_sample + [config.batch_groups] * self.wide
         longest = max([width // g for g in groups], default=512)  # rows that a statistic covers
         self.long = min(128 if self.wide else 512, max(power(longest), 16))
         programs = self._programs()
         self.has_inner = config.residual and (config.act > 0 or config.masked)
-        self.counts = shape.n if config.masked and self.reads else 0  # room for how many positions of each sample count
-        self.forward_floats = (
-            (5 if self.reads else 3) * rows + self.counts + 2 * self.sample_cells + 2 * self.batch_cells
-            + (2 * self.batch_cells if config.renorm else 0) + config.segments
-        )  # fmt: skip
+        self.counts, self.forward_floats = config.counts, config.forward_floats
         self.backward_floats = (
             6 * rows + 2 * self.sample_cells + 2 * self.batch_cells + 2 * programs.affine * config.logits
         )

@@ -5,13 +5,13 @@ Configurations are named tuples: a :class:`normlab.gpu.shapes.Shape` and all opt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from ..engine.backends import one_launch
-from .launch import DIRECT, Launch
+from ..engine.backends import backend, chosen_host, one_launch
+from .launch import DIRECT, Launch, Stage, Tensors
 from .shapes import Shape
 
 # Where the mask comes among the tensors of a call, forward and backward. After it comes the counter of the launch.
@@ -22,11 +22,15 @@ FORWARD_MASK, BACKWARD_MASK = 16, 22
 WHOLE = 1 << 24
 
 
+_DIRECTIONS = ("forward", "backward", "backward_of_x", "backward_of_parameters")
+
+
 class LaunchPlan:
     """What a whole normalizer allocates and launches."""
 
     config: Any
     shape: Shape
+    _stages: dict[tuple[int, str], Stage]
     forward_floats = 1  # room for what forward keeps for backward, float32
     backward_floats: int
     partial_floats = 0  # room for what passes leave for the splits of rows
@@ -41,6 +45,18 @@ class LaunchPlan:
     backward_of_parameters: list[Launch]  # where dx is not wanted
     # The same plan for the compiled host path, once Python has run it; False where that path cannot serve it.
     compiled: Any = None
+
+    def launches(self, which: int) -> list[Launch]:
+        """The launches of a direction, as :mod:`normlab.gpu.host.describe` numbers them."""
+        return getattr(self, _DIRECTIONS[which])
+
+    def run(self, which: int, tensors: Tensors, spare: Tensor, numbers: tuple[float, ...]) -> None:
+        """Launch a direction. ``spare`` stands where launches that meet have their counter."""
+        key = which, chosen_host()
+        stage = self._stages.get(key)
+        if stage is None:
+            stage = self._stages[key] = Stage(self.launches(which))
+        stage(tensors if self.meet else (*tensors, spare), numbers)
 
 
 def fits_one_launch(shape: Shape) -> bool:
@@ -59,12 +75,19 @@ class LaunchPlans:
         self.config, self._make = config, make
         self._plans: dict[Any, LaunchPlan] = {}
 
-    def plan_for(self, types: tuple[torch.dtype, ...], pointers: Sequence[int]) -> LaunchPlan:
-        key = (types, tuple([p & 15 == 0 for p in pointers]), one_launch())
+    def plan_for(self, tensors: Tensors, several: bool = False) -> LaunchPlan:
+        """The plan for ``tensors``, of which the first is no None; in ``several`` launches or as the scope says."""
+        first = tensors[0]
+        assert first is not None
+        missing = (first.dtype, first.data_ptr() & 15 == 0)
+        types = tuple([missing if t is None else (t.dtype, t.data_ptr() & 15 == 0) for t in tensors])
+        key = (types, one_launch() and not several)
         found = self._plans.get(key)
         if found is None:
-            found = self._plans[key] = self._make(self.config)
-            found.aligned = key[1]
+            with backend(launches="one" if key[1] else "several"):
+                found = self._plans[key] = self._make(self.config)
+            found.aligned = tuple([aligned for _, aligned in types])
+            found._stages = {}
         return found
 
 

@@ -35,6 +35,20 @@ class ModeNormConfig(NamedTuple):
     residual: bool
     masked: bool = False
 
+    @property
+    def counts(self) -> int:
+        """Room for how many positions of each sample count."""
+        return self.shape.n if self.masked else 0
+
+    @property
+    def of_modes(self) -> int:
+        """Where mean and variance of the modes begin in what forward keeps, and how many samples each has."""
+        return 5 * self.shape.rows + self.counts + self.shape.n * self.modes
+
+    @property
+    def forward_floats(self) -> int:
+        return self.of_modes + (2 * self.shape.c + 1) * self.modes
+
 
 class ModeNormPlan(LaunchPlan):
     reads = True
@@ -44,8 +58,7 @@ class ModeNormPlan(LaunchPlan):
         n, c, rows = shape.n, shape.c, shape.rows
         self.config, self.shape = config, shape
         self.has_inner = config.residual and (config.act > 0 or config.masked)
-        counts = n if config.masked else 0  # room for how many positions of each sample count
-        self.forward_floats = 5 * rows + counts + n * k + 2 * k * c + k
+        counts, self.forward_floats = config.counts, config.forward_floats
         self.backward_floats = 6 * rows + 2 * k * c + n * k
         moments, summing, writing = (tiles(shape, name) for name in PASSES)
         self.partial_floats = summing.splits * (2 * rows + counts) if summing.splits > 1 else 0

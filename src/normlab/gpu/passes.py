@@ -295,16 +295,17 @@ def back_through_pools(
 
 
 def move_running(
-    mean: Tensor, var: Tensor, batches: Tensor, seen: Pooled, momentum: float | None, total: bool, last: bool
-) -> None:
-    """Move running statistics ``[G]``, float32. With ``last`` also count the batch."""
-    segments, groups = seen.mean.shape
-    counts, count = (seen.count, 1.0) if isinstance(seen.count, Tensor) else (None, float(seen.count))
+    mean: Tensor, var: Tensor, batches: Tensor, seen_mean: Tensor, seen_var: Tensor, of: float | Tensor,
+    momentum: float | None, total: bool, last: bool,
+) -> None:  # fmt: skip
+    """Move running statistics ``[G]``, float32, towards those of ``of`` values. With ``last`` also count the batch."""
+    segments, groups = seen_mean.shape
+    counts, count = (of, 1.0) if isinstance(of, Tensor) else (None, float(of))
     fixed = (
         segments, groups, *strides(counts), counts is not None, momentum is None, total, last,
         min(power(groups), 1024),
     )  # fmt: skip
-    tensors = (seen.mean.contiguous(), seen.var.contiguous(), counts, mean, var, batches)
+    tensors = (seen_mean.contiguous(), seen_var.contiguous(), counts, mean, var, batches)
     numbers = (0.0 if momentum is None else float(momentum), count)
     _run_on_rows("move", 1, fixed, *tensors, numbers=numbers)
 

@@ -15,6 +15,7 @@ from ..engine.backends import choice_is_lost, choice_scope, chosen, kernels, ker
 from ..engine.contract import Update
 from ..engine.masks import Mask, hidden, read_mask
 from ..engine.normalize import normalize
+from ..gpu.traced import normalize_traced, serves
 from ..statistics import running
 from ..statistics.activation import activate, check_activation
 from ..statistics.affine import Predicted, PredictedOfPools, parse_affine, predictor_parameters
@@ -412,6 +413,10 @@ class Norm(nn.Module):
             done = self._run_by_kernels(x, label, branch, style, residual, extra, mask)
             if done is not None:
                 return done
+        elif alike and serves(self, x) and not extra:
+            done = self._run_in_graph(x, label, branch, style, residual, mask)
+            if done is not None:
+                return done
         if mask is not None and self.statistics.per_position:  # no position sees another
             residual = None if residual is None else hidden(residual, mask.valid)
             x = padded_positions(x, mask, self.eps)
@@ -465,6 +470,23 @@ class Norm(nn.Module):
             return y
         if (quick := ready.quick(self, x, affine, residual)) is not None:
             self._known_calls[self._call_key(x, place, residual, mask is not None)] = quick
+        return y
+
+    def _run_in_graph(
+        self, x: Tensor, label: Any, branch: int | Tensor, style: Any, residual: Tensor | None, mask: Mask | None
+    ) -> Tensor | None:
+        """By the operators through which compiled graphs reach the kernels."""
+        live = self._uses_batch()
+        check_run_shape(self, x, live)
+        affine = separate(self, label, branch, style, x)
+        valid = None if mask is None else mask.valid
+        done = normalize_traced(self, x, affine, branch, residual, valid)
+        if done is None:
+            return None
+        y, seen, segments = done
+        if live and seen:
+            check_counts(self, x, prod(x.shape[2:]), segments, mask)
+            self._observe(seen, segments, x)
         return y
 
     def _run_by_passes(

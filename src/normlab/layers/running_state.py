@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..engine.backends import kernels, kernels_serve, must_trace
+from ..engine.backends import graphs_reach_kernels, kernels_serve, must_trace
 from ..engine.cache import remembered
 from ..engine.contract import Update
+from ..engine.operators import move_running as move_by_kernel
 from ..engine.rows import Rows
 from ..statistics import running
 from ..statistics.base import Sources
@@ -122,7 +123,8 @@ def observe_batch(layer: Norm, seen: Sequence[Pooled | None], segments: Sequence
         return
     check_transform(layer, tracked[0][1].mean, getattr(layer, tracked[0][0][0]))
     assert isinstance(layer.num_batches_tracked, Tensor)
-    if kernels_serve(x) and not must_trace(x) and _move_by_kernel(layer, tracked, layer.num_batches_tracked):
+    by_kernels = (kernels_serve(x) and not must_trace(x)) or graphs_reach_kernels(x)
+    if by_kernels and _move_by_kernel(layer, tracked, layer.num_batches_tracked):
         set_run_shape(layer, shape)
     else:
         move_running(layer, tracked, shape)
@@ -165,7 +167,7 @@ def _move_by_kernel(layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, 
         found.append((mean, var, pooled, how == "total"))
     counter = batches if layer.branches is None else batches[tracked[0][2].branch]
     for k, (mean, var, pooled, total) in enumerate(found):
-        kernels().move_running(mean, var, counter, pooled, layer.share_of_new_batch, total, k == len(found) - 1)
+        move_by_kernel(mean, var, counter, pooled, layer.share_of_new_batch, total, k == len(found) - 1)
     return True
 
 

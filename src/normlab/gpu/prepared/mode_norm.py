@@ -87,7 +87,7 @@ class PreparedModeNorm(PreparedWhole):
 def _mode_views(plan: ModeNormPlan, work: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of every mode, ``[1, K, C]``, as they normalized."""
     k, c = plan.config.modes, plan.shape.c
-    at = plan.forward_floats - 2 * k * c - k
+    at = plan.config.of_modes
     mean, var = work[at : at + 2 * k * c].view(2, 1, k, c).unbind()
     about = work[3 * plan.shape.rows :][:c]
     return mean + about, var
