@@ -88,6 +88,7 @@ for _name, _function in (
 @torch.library.register_fake("normlab::normalize", lib=_library)
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     x, kind = arguments[0], arguments[15]
+    kernels().install_graph_pass()
     y = torch.empty_like(kernels().dense(x)[0])
     return y, x.new_empty(kernels().floats_of_kind(kind, x), dtype=torch.float32)
 

@@ -2,6 +2,7 @@
 
 from . import lstm
 from .closed_family import normalize
+from .graph_pass import install as install_graph_pass
 from .kinds import changes_residual, floats_of_kind, run_kind, run_kind_backward
 from .passes import (
     apply,
@@ -26,6 +27,7 @@ __all__ = [
     "gradients",
     "input_gradient",
     "lstm",
+    "install_graph_pass",
     "moments",
     "move_running",
     "normalize",
