@@ -76,6 +76,11 @@ def for_kernels(t: Tensor | None, x: Tensor) -> Tensor | None:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
+def floats(number: int, x: Tensor) -> Tensor:
+    """Room for numbers on the device of ``x``."""
+    return torch.empty(number, dtype=torch.float32, device=x.device)
+
+
 def run_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -98,10 +103,8 @@ def run_forward(
     )  # fmt: skip
     plan = plans.plan_for(tensors, several)
     y = torch.empty_like(x)
-    work = torch.empty(plan.forward_floats, dtype=torch.float32, device=x.device)
-    partials = work
-    if plan.partial_floats:
-        partials = torch.empty(plan.partial_floats, dtype=torch.float32, device=x.device)
+    work = floats(plan.forward_floats, x)
+    partials = floats(plan.partial_floats, x) if plan.partial_floats else work
     plan.run(describe.FORWARD, (x, y, residual_like_x, work, partials, *tensors[2:]), work, numbers)
     return y, work, plan
 
@@ -213,10 +216,8 @@ def run_backward(
     residual_like_x = None
     if residual is not None:
         residual_like_x = at_address(in_layout_of(residual, x, shape.channels_last), plan.aligned[1])
-    back = torch.empty(plan.backward_floats, dtype=torch.float32, device=x.device)
-    partials = back
-    if plan.partial_floats:
-        partials = torch.empty(plan.partial_floats, dtype=torch.float32, device=x.device)
+    back = floats(plan.backward_floats, x)
+    partials = floats(plan.partial_floats, x) if plan.partial_floats else back
     tensors = (
         dy, x, dx, residual_like_x, d_inner, work, back, partials, weight, bias, weight2, bias2,
         no_grad_inputs.segment, label, mean_logits, var_logits, d_weight, d_bias, d_weight2, d_bias2, d_mean, d_var,
