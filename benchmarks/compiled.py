@@ -183,6 +183,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--commit")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this measures a GPU, and there is none: nothing is written")
+        return
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     for name in options.norms.split(","):

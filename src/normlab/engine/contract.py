@@ -16,9 +16,10 @@ All numerical decisions:
   is float64. A mean of 1e4 beside a standard deviation of 1 then keeps its digits.
 * A pooled variance is the mean of the variances plus the variance of the means, never ``E[x^2] - E[x]^2``.
 * The biased variance normalizes; running statistics track the unbiased one, as in ``torch.nn``.
-* Under ``torch.compile``, ``torch.export``, ``torch.func`` and forward-mode differentiation, the plain expression of
-  the normalizer is traced instead (float32 statistics), and the compiler fuses it. Double backward differentiates the
-  plain expression, and so do several gradients at once (``is_grads_batched``).
+* Under ``torch.export``, ``torch.func`` and forward-mode differentiation, the plain expression of the normalizer is
+  traced instead (float32 statistics). So it is under ``torch.compile`` where :mod:`normlab.engine.operators` does not
+  serve. Double backward differentiates the plain expression, and so do several gradients at once
+  (``is_grads_batched``).
 """
 
 from __future__ import annotations
