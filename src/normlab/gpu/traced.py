@@ -104,7 +104,7 @@ def _closed_family(
         if corrects:  # the buffers move, and a compiler may read them again in backward
             stored = [running.snapshot(t) for t in stored]
         mean, var, batches = stored
-    segment = of_batch.index
+    segment: Any = of_batch.index
     if each and batch >= 0:
         segment = branch
     number = 1 if batch < 0 or of_batch.ghost else of_batch.number
@@ -184,7 +184,7 @@ def _positions(
         if weight.numel() == bias.numel() == c:
             affine = Affine(weight.reshape(c), bias.reshape(c))
         else:
-            affine = Affine(None, None, *(t.expand(n, c) for t in (weight, bias)))
+            affine = Affine(None, None, weight.expand(n, c), bias.expand(n, c))
     kind = f"positional_norm centered={statistics.centered:d} {_options(layer, affine, residual, mask)}"
     values = (x, residual, affine.weight, affine.bias, affine.weight2, affine.bias2, None, None)
     numbers = (0.0, float(layer.eps), *_NO_BOUNDS)
