@@ -41,6 +41,8 @@ class Video(FineTune):
 
     name = "video"
     about = "clips classified by 3-D networks, from new weights or inflated ones: accuracy at small batches"
+    needs = ("nothing to download: moving MNIST digits; with --data folder:PATH, folders of frames, animated images "
+             "and films")  # fmt: skip
     samples = "clips"
     minutes = 2.0
     defaults: ClassVar[Mapping[str, Any]] = {
