@@ -88,6 +88,10 @@ SLOW = {
     ),
     "lab/test_tasks.py": (),
     "lab/test_verdicts.py": ("test_every_entry_has_a_plan",),
+    "lab/test_video.py": (
+        "test_importance_weights_of_figures_are_shares", "test_table_6_stands_beside_the_papers",
+        "test_motion_is_learned_and_runs_resume_with_the_same_numbers", "test_compare_apply_and_evaluate",
+    ),
     "lab/test_workers.py": (),
     "layers/test_masks.py": ("test_gradients_of_gradients",),
     "layers/test_modes_of_torch.py": (
