@@ -21,36 +21,51 @@ def results(task: str, **wanted: str) -> list[Row]:
     return [r for r in rows if r["task"] == task and all(r[k] == v for k, v in wanted.items())]
 
 
+NAMES = {"office": "Office-Caltech-10", "office96": "Office-Caltech-10 at 96 pixels", "usps": "USPS", "mnist": "MNIST"}
+
+
 def pivot(rows: Sequence[Row], column: Callable[[Row], str], first: str = "norm") -> list[str]:
-    """Norms down, and across what ``column`` says of a row: means with standard errors, and who ran what."""
-    cells = {(r[first], column(r)): rounded(float(r["mean"]), float(r["error"]) if r["error"] else None) for r in rows}
+    """Norms down, and across what ``column`` says of a row: means with standard errors, and where they were made."""
+    cells = {(r[first], column(r)): shown(r) for r in rows}
     across, down = (list(dict.fromkeys(k[i] for k in cells)) for i in (1, 0))
     table = lines_of(["", *across], ([f"`{k}`", *(cells.get((k, c), "") for c in across)] for k in down))
     counts = sorted({int(r["n"]) for r in rows})
     n = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    places = dict.fromkeys(f"{r['device']}, commit {r['commit'].removesuffix('+')}" for r in rows)
+    devices = ", ".join(dict.fromkeys(r["device"] for r in rows))
+    commits = dict.fromkeys(c for r in rows for c in r["commit"].split(" and "))
     changed = ", **from a changed tree**" if any(r["clean_tree"] != "yes" for r in rows) else ""
-    return [*table, f"Per cent, mean and standard error of n = {n} seeds, {'; '.join(places)}{changed}.", ""]
+    said = "mean and standard error of " if counts[-1] > 1 else ""
+    about = f"Per cent, {said}n = {n}, {devices}, commit {' and '.join(c.removesuffix('+') for c in commits)}{changed}."
+    return [*table, about, ""]
+
+
+def shown(row: Row) -> str:
+    """Without an error where every seed gives the same."""
+    mean, error = float(row["mean"]), float(row["error"] or 0)
+    return rounded(mean, error) if error else f"{mean:.1f}"
 
 
 def _data(row: Row) -> str:
     """A data set by name; folders by their last part."""
-    return row["data"].rpartition("/")[2] if row["data"].startswith("folder:") else row["data"]
+    name = row["data"].rpartition("/")[2] if row["data"].startswith("folder:") else row["data"]
+    return NAMES.get(name, name)
 
 
 def finetune() -> str:
-    rows = results("finetune")
-    before = [r for r in rows if r["measurement"] == "start" and r["batch_size"] == "32"]
-    lines = ["Before training:", "", *pivot(before, _data)]
-    for data in dict.fromkeys(map(_data, rows)):
-        own = [r for r in rows if _data(r) == data and r["measurement"] == "clean"]
-        lines += [f"{data}, after training:", "", *pivot(own, lambda r: f"batch {r['batch_size']}")]
+    rows, lines = results("finetune"), []
+    for model in dict.fromkeys(r["model"] for r in rows):
+        mine = [r for r in rows if r["model"] == model]
+        before = [r for r in mine if r["measurement"] == "start" and r["batch_size"] == "32"]
+        lines += [f"`{model}` before training:", "", *pivot(before, _data)]
+        for data in dict.fromkeys(map(_data, mine)):
+            own = [r for r in mine if _data(r) == data and r["measurement"] == "clean"]
+            lines += [f"`{model}` on {data}, after training:", "", *pivot(own, lambda r: f"batch {r['batch_size']}")]
     return "\n".join(lines)
 
 
 def adaptation() -> str:
     rows = results("adaptation", measurement="test")
-    return "\n".join(pivot(rows, lambda r: f"{r['source']} to {r['target']}")) if rows else ""
+    return "\n".join(pivot(rows, lambda r: f"{NAMES[r['source']]} to {NAMES[r['target']]}")) if rows else ""
 
 
 def few_shot() -> str:
