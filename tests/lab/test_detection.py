@@ -348,6 +348,9 @@ def test_a_folder_of_coco_with_masks(tmp_path: Path) -> None:
     file.write_text(json.dumps(content | {"annotations": [{**things[0], "segmentation": []}]}))
     with pytest.raises(LabError, match="a box without a mask, number 1"):
         read(tmp_path, "coco", masks=True)
+    file.write_text(json.dumps(content | {"annotations": [{"image_id": 7, "category_id": 3}]}))
+    with pytest.raises(LabError, match=r"cannot be read as annotations of COCO: KeyError 'bbox'; expected id"):
+        read(tmp_path, "coco")
     file.write_text("{")
     with pytest.raises(LabError, match=r"val2017.json cannot be read"):
         read(tmp_path, "coco")

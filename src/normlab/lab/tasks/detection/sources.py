@@ -373,31 +373,42 @@ def _coco(path: Path, masks: bool) -> tuple[tuple[str, ...], dict[str, _Part]]:
     label = {of: k + 1 for k, of in enumerate(sorted(known))}
     parts = {}
     for part, content in whole.items():
-        by_image: dict[Any, list[Any]] = {}
-        for thing in content.get("annotations", ()):
-            if thing.get("category_id") not in label:
-                raise LabError(f"{files[part]} has the label {thing.get('category_id')!r}, and the categories of the "
-                               f"training images are {words(sorted(known))}.")  # fmt: skip
-            if not thing.get("iscrowd"):
-                by_image.setdefault(thing["image_id"], []).append(thing)
-        folder = _folder(path, files[part])
-        places, sizes, found = [], [], []
-        for image in content.get("images", ()):
-            things = by_image.get(image["id"], [])
-            file = next((f for f in (folder / image["file_name"], path / image["file_name"]) if f.is_file()), None)
-            if file is None:
-                raise LabError(f"{files[part]} names the image {image['file_name']}, which is not in {folder}.")
-            corners = [(x, y, x + w, y + h) for x, y, w, h in (t["bbox"] for t in things)]
-            if masks and (bare := [t for t in things if not t.get("segmentation")]):
-                raise LabError(f"{files[part]} has a box without a mask, number {bare[0].get('id')}; Mask R-CNN needs "
-                               "a segmentation of each, the other detectors need none.")  # fmt: skip
-            labels = torch.tensor([label[t["category_id"]] for t in things], dtype=torch.int64)
-            boxes = torch.tensor(corners, dtype=torch.float32).view(-1, 4)
-            found.append(Found(boxes, labels, tuple(t["segmentation"] for t in things) if masks else ()))
-            places.append(file)
-            sizes.append((image["height"], image["width"]) if "height" in image else _size(file))
-        parts[part] = _Part(tuple(found), tuple(sizes), tuple(places))
+        try:
+            parts[part] = _coco_part(content, label, files[part], path, masks)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, LabError):
+                raise
+            raise LabError(f"{files[part]} cannot be read as annotations of COCO: {type(error).__name__} {error}; "
+                           "expected id and file_name of each image, and image_id, category_id and bbox of each "
+                           "annotation.") from error  # fmt: skip
     return tuple(known[k] for k in sorted(known)), parts
+
+
+def _coco_part(content: Mapping[str, Any], label: Mapping[Any, int], notes: Path, path: Path, masks: bool) -> _Part:
+    by_image: dict[Any, list[Any]] = {}
+    for thing in content.get("annotations", ()):
+        if thing.get("category_id") not in label:
+            raise LabError(f"{notes} has the label {thing.get('category_id')!r}, and the categories of the "
+                           f"training images are {words(sorted(label))}.")  # fmt: skip
+        if not thing.get("iscrowd"):
+            by_image.setdefault(thing["image_id"], []).append(thing)
+    folder = _folder(path, notes)
+    places, sizes, found = [], [], []
+    for image in content.get("images", ()):
+        things = by_image.get(image["id"], [])
+        file = next((f for f in (folder / image["file_name"], path / image["file_name"]) if f.is_file()), None)
+        if file is None:
+            raise LabError(f"{notes} names the image {image['file_name']}, which is not in {folder}.")
+        corners = [(x, y, x + w, y + h) for x, y, w, h in (t["bbox"] for t in things)]
+        if masks and (bare := [t for t in things if not t.get("segmentation")]):
+            raise LabError(f"{notes} has a box without a mask, number {bare[0].get('id')}; Mask R-CNN needs "
+                           "a segmentation of each, the other detectors need none.")  # fmt: skip
+        labels = torch.tensor([label[t["category_id"]] for t in things], dtype=torch.int64)
+        boxes = torch.tensor(corners, dtype=torch.float32).view(-1, 4)
+        found.append(Found(boxes, labels, tuple(t["segmentation"] for t in things) if masks else ()))
+        places.append(file)
+        sizes.append((image["height"], image["width"]) if "height" in image else _size(file))
+    return _Part(tuple(found), tuple(sizes), tuple(places))
 
 
 def _json(path: Path, kinds: Sequence[str]) -> Path:
