@@ -78,9 +78,36 @@ def video() -> str:
     return "\n".join(pivot(rows, lambda r: f"batch {r['batch_size']}, {r['measurement']}")) if rows else ""
 
 
+def detection() -> str:
+    with (CSV.parent / "detection.csv").open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    shown = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap RBC": "red cells", "ap WBC": "white cells",
+             "ap Platelets": "platelets"}  # fmt: skip
+    lines = []
+    for weights, title in (("none", "From new weights:"), ("pretrain", "Pretrained on scenes of digits:")):
+        own = [r | {"clean_tree": "yes" if not r["commit"].endswith("+") else "no"} for r in rows
+               if r["weights"] == weights and r["metric"] in shown]  # fmt: skip
+        lines += [title, "", *pivot(own, lambda r: shown[r["metric"]])] if own else []
+    return "\n".join(lines)
+
+
+def detection_steps() -> str:
+    with (CSV.parent / "steps.csv").open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    ratios = {(r["network"], r["target"]): f"{float(r['ratio']):.2f} ({float(r['low']):.2f} to {float(r['high']):.2f})"
+              for r in rows}  # fmt: skip
+    times = {r["network"]: float(r["shipped_ms"]) for r in rows}
+    targets = list(dict.fromkeys(r["target"] for r in rows))
+    head = ["", "as shipped, ms", *(f"`{t}`" for t in targets)]
+    table = lines_of(head, ([name, f"{ms:.0f}", *(ratios.get((name, t), "") for t in targets)]
+                            for name, ms in times.items()))  # fmt: skip
+    places = dict.fromkeys(f"{r['device']}, torch {r['torch']}, commit {r['commit'].removesuffix('+')}" for r in rows)
+    return "\n".join([*table, f"Median and quartiles of {rows[0]['rounds']} rounds, {'; '.join(places)}.", ""])
+
+
 def write_measured(app: Any) -> None:
     """A handler of sphinx's ``builder-inited``."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    for make in (finetune, adaptation, few_shot, video):
+    for make in (finetune, adaptation, few_shot, video, detection, detection_steps):
         (folder / f"measured-{make.__name__}.md").write_text(make())
