@@ -59,8 +59,12 @@ def test_columns_are_compared_where_they_are_values_of_one_setting():
 
 
 def test_an_outcome_has_a_verdict_and_every_value(tmp_path, monkeypatch):
-    monkeypatch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)
+    shown = []
+    monkeypatch.setattr(
+        "normlab.lab.report.write_report", lambda results, path, **more: shown.extend(more["comparisons"]) or path
+    )
     outcome = reproduce.run("vulnerability-table2", tmp_path, scale="smoke", device="cpu", seeds=2)
+    assert shown[0].note.startswith(f"Verdict: {outcome.judged}.") and shown[1:] == outcome.comparisons[1:]
     assert str(outcome).endswith(f"Verdict: {outcome.judged}.")
     assert outcome.judged and outcome.judged.why == "the default scale, four convolutions on mnist5k, 8 epochs, 3 seeds"
     row = outcome.comparisons[0].rows[0]

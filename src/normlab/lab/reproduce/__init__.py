@@ -148,8 +148,9 @@ def incomparable(entry: Entry, scale: str, asked: Iterable[int], done: Iterable[
     """Why levels of a run cannot be compared with the paper's; empty if they can."""
     if scale != "full":
         return f"the default scale, {entry.default}"
-    if set(done) != set(asked):
-        instead = f"{_numbers(done)} epochs in place of {_numbers(asked)}" + (f", and {instead}" if instead else "")
+    usual, trained = set(asked), set(done)
+    if usual and trained != usual:
+        instead = f"{_numbers(trained)} epochs in place of {_numbers(usual)}" + (f", and {instead}" if instead else "")
     return instead
 
 
@@ -162,6 +163,7 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
     from ..report import write_report
 
     folder, suffix = ctx.folder, ctx.suffix
+    first = next(iter(outcome.comparisons), None)
     about = {
         "name": entry.name, "source": entry.source, "scale": ctx.scale, "epochs": ctx.epochs,
         "epochs_asked": sorted(ctx.usual), "instead": outcome.instead, "verdict": str(outcome.judged),
@@ -173,7 +175,10 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
     page = write_report(
         outcome.results if outcome.results and outcome.results.runs else None,
         folder / f"report{suffix}.html",
-        comparisons=outcome.comparisons,
+        comparisons=[
+            replace(c, note=f"Verdict: {outcome.judged}. {c.note}".rstrip()) if c is first else c
+            for c in outcome.comparisons
+        ],
         figures=[f.with_suffix(".svg") for f in outcome.figures],
         title=entry.source,
         command=f"normlab reproduce {entry.name}"
