@@ -21,10 +21,12 @@ def results(task: str, **wanted: str) -> list[Row]:
     return [r for r in rows if r["task"] == task and all(r[k] == v for k, v in wanted.items())]
 
 
-NAMES = {"office": "Office-Caltech-10", "office96": "Office-Caltech-10 at 96 pixels", "usps": "USPS", "mnist": "MNIST"}
+NAMES = {"office": "Office-Caltech-10", "office96": "Office-Caltech-10 at 96 pixels", "usps": "USPS", "mnist": "MNIST",
+         "python": "Python's documentation, the default comparison",
+         "tinyshakespeare.txt": "tinyshakespeare, one layer of 512, six epochs"}  # fmt: skip
 
 
-def pivot(rows: Sequence[Row], column: Callable[[Row], str], first: str = "norm") -> list[str]:
+def pivot(rows: Sequence[Row], column: Callable[[Row], str], first: str = "norm", unit: str = "Per cent") -> list[str]:
     """Norms down, and across what ``column`` says of a row: means with standard errors, and where they were made."""
     cells = {(r[first], column(r)): shown(r) for r in rows}
     across, down = (list(dict.fromkeys(k[i] for k in cells)) for i in (1, 0))
@@ -35,7 +37,7 @@ def pivot(rows: Sequence[Row], column: Callable[[Row], str], first: str = "norm"
     commits = dict.fromkeys(c for r in rows for c in r["commit"].split(" and "))
     changed = ", **from a changed tree**" if any(r["clean_tree"] != "yes" for r in rows) else ""
     said = "mean and standard error of " if counts[-1] > 1 else ""
-    about = f"Per cent, {said}n = {n}, {devices}, commit {' and '.join(c.removesuffix('+') for c in commits)}{changed}."
+    about = f"{unit}, {said}n = {n}, {devices}, commit {' and '.join(c.removesuffix('+') for c in commits)}{changed}."
     return [*table, about, ""]
 
 
@@ -71,6 +73,14 @@ def adaptation() -> str:
 def few_shot() -> str:
     rows = results("few_shot")
     return "\n".join(pivot(rows, lambda r: f"{r['data']}, {r['measurement']}")) if rows else ""
+
+
+def sequences() -> str:
+    lines = []
+    for data in dict.fromkeys(map(_data, results("sequences"))):
+        rows = [r for r in results("sequences") if _data(r) == data]
+        lines += [f"{data}:", "", *pivot(rows, lambda r: r["measurement"], unit="Bits a character")]
+    return "\n".join(lines)
 
 
 def video() -> str:
@@ -109,5 +119,5 @@ def write_measured(app: Any) -> None:
     """A handler of sphinx's ``builder-inited``."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    for make in (finetune, adaptation, few_shot, video, detection, detection_steps):
+    for make in (finetune, adaptation, few_shot, sequences, video, detection, detection_steps):
         (folder / f"measured-{make.__name__}.md").write_text(make())
