@@ -83,11 +83,6 @@ def sequences() -> str:
     return "\n".join(lines)
 
 
-def video() -> str:
-    rows = [r for r in results("video") if r["metric"] == "accuracy"]
-    return "\n".join(pivot(rows, lambda r: f"batch {r['batch_size']}, {r['measurement']}")) if rows else ""
-
-
 def detection() -> str:
     with (CSV.parent / "detection.csv").open(newline="") as f:
         rows = list(csv.DictReader(f))
@@ -119,5 +114,5 @@ def write_measured(app: Any) -> None:
     """A handler of sphinx's ``builder-inited``."""
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    for make in (finetune, adaptation, few_shot, sequences, video, detection, detection_steps):
+    for make in (finetune, adaptation, few_shot, sequences, detection, detection_steps):
         (folder / f"measured-{make.__name__}.md").write_text(make())

@@ -58,6 +58,7 @@ HEADLINES = {
     "batch-group-table1": ("2 a worker", "G=1"), "batch-group-table2": ("BGN", "2"),
     "batch-group-table5": ("BGN", "clean"), "batch-group-table6": ("BGN", "1-shot"),
     "batch-group-table7": ("BGN", "mean"), "switchable-table2": ("SN", "(8,2)"),
+    "switchable-table6": ("SN, 4 clips", "top-1"),
 }  # fmt: skip
 
 
