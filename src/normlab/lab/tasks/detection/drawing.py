@@ -33,7 +33,7 @@ def draw(image: Tensor, found: Mapping[str, Tensor], classes: Sequence[str], *, 
     if not labels:
         return shown
     colours = [_COLOURS[(k - 1) % len(_COLOURS)] for k in labels]
-    said: list[str] = [classes[k - 1] for k in labels]
+    said = [classes[int(k) - 1] for k in labels]
     if scores is not None:
         said = [f"{name} {100 * s:.0f}" for name, s in zip(said, scores.cpu()[kept].tolist(), strict=True)]
     if masks is not None:
