@@ -85,6 +85,16 @@ def compile_all() -> None:
         (partial(normlab.SwitchNorm2d, 32, moving_average=False, ghost=1), (2, 32, 2, 2)),
         (partial(normlab.BatchGroupNorm2d, 32, 7), (2, 32, 2, 2)),
     ]
+    # What compiled graphs alone have: relu that is undone from its output.
+    kind = (
+        "closed_family parts=1 instance=0 sample_groups=0 batch_groups=32 live=1 segments=1 mixed=0 order=000 logits=1 "
+        "renorm=0 update=0 table=0 ghost=0 projects=0 shared=0 second=0 act=1 residual=1 masked=0"
+    )
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 32, 4, 4).to(memory_format=layout).requires_grad_()
+        numbers = [0.0, 1e-5, 1.0, 0.0, 0.0, 1.0, 1.0, 0.01]
+        with normlab.backend("triton", host="python"):
+            torch.ops.normlab.normalize(x, x, *[None] * 12, numbers, kind)[0].sum().backward()
     for make, shape in one_of_each:
         with normlab.backend("triton", host="python"):
             make()(torch.randn(shape, requires_grad=True)).sum().backward()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.resnet import BasicBlock
 
 import normlab
 
@@ -79,7 +80,6 @@ MASK = torch.rand(4, 5, 4, generator=torch.Generator().manual_seed(0)) > 0.3
 LABEL = torch.tensor([0, 1, 1, 2])
 SERVED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "batch": (lambda: normlab.BatchNorm2d(8), {}),
-    "batch of all time": (lambda: normlab.BatchNorm2d(8, momentum=None), {}),
     "ghost": (lambda: normlab.BatchNorm2d(8, ghost=3), {}),
     "renorm": (lambda: normlab.BatchRenorm2d(8, warmup=0, r_steps=2, d_steps=2), {}),
     "group": (lambda: normlab.Norm2d(8, "group(2)", act="leaky_relu"), {"residual": torch.randn(4, 8, 5, 4)}),
@@ -90,9 +90,11 @@ SERVED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "branch": (lambda: normlab.AuxiliaryBatchNorm2d(8, branches=("a", "b")), {"branch": "b"}),
     "branches": (lambda: normlab.AuxiliaryBatchNorm2d(8, branches=("a", "b")), {"branch": torch.tensor([0, 1, 1, 0])}),
     "modes": (lambda: normlab.ModeNorm2d(8), {}),
-    "positions": (lambda: normlab.PositionalNorm2d(8), {}),
+    "positions": (lambda: normlab.PositionalNorm2d(8, act="relu"), {"residual": torch.randn(4, 8, 5, 4)}),
     "masked": (lambda: normlab.BatchNorm2d(8, act="relu"), {"mask": MASK}),
-    "masked mixture": (lambda: normlab.SwitchNorm2d(8), {"mask": MASK, "residual": torch.randn(4, 8, 5, 4)}),
+    "masked mixture": (
+        lambda: normlab.SwitchNorm2d(8, act="relu"), {"mask": MASK, "residual": torch.randn(4, 8, 5, 4)}
+    ),
 }  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def perturbed(make: Callable[[], nn.Module]) -> nn.Module:
     return layer
 
 
-@pytest.mark.parametrize("name", [*SERVED, "batch, eval", "modes, eval", "branches, eval"])
+@pytest.mark.parametrize("name", [*SERVED, "modes, eval", "branches, eval"])
 def test_a_compiled_layer_is_the_eager_one(name: str):
     make, given = SERVED[name.partition(",")[0]]
     layer = perturbed(make).train("eval" not in name)
@@ -119,7 +121,7 @@ def test_a_compiled_layer_is_the_eager_one(name: str):
     assert len(graphs.graphs) <= 1 + ("across" in name) and len(graphs.kinds()) == 1
 
 
-@pytest.mark.parametrize("name", ["switchable", "ghost", "masked"])
+@pytest.mark.parametrize("name", ["ghost", "masked"])
 def test_one_graph_serves_every_batch(name: str):
     make, _ = SERVED[name]
     layer = perturbed(make)
@@ -157,13 +159,14 @@ def test_a_layer_that_changes_is_compiled_again():
 
 def test_activations_and_shortcuts_are_taken_into_the_operator():
     """As in a ResNet: the norm before the addition comes before the one of the shortcut, so it has to move."""
-    model = torchvision.models.resnet18(num_classes=4)
-    normalized = normalized_blocks(normlab.convert(model, "batch"))
+    shortcut = nn.Sequential(nn.Conv2d(8, 16, 1, 2, bias=False), nn.BatchNorm2d(16))
+    blocks = nn.Sequential(BasicBlock(8, 8), BasicBlock(8, 16, 2, shortcut))
+    normalized = perturbed(lambda: normlab.convert(blocks, "batch"))
     twin, graphs = copy.deepcopy(normalized), Graphs(functional=True)
     with normlab.backend("triton"):
         compiled = torch.compile(twin, backend=graphs, fullgraph=True)
         for _ in range(2):
-            x = torch.randn(2, 64, 4, 4, device=DEVICE)
+            x = torch.randn(2, 8, 4, 4, device=DEVICE)
             found = step(normalized, normalized, x, {}), step(twin, compiled, x, {})
             assert_same(*found, rtol=1e-3, atol=1e-3)
     assert [(" act=1 " in k, " residual=1 " in k) for k in graphs.kinds()] == [
@@ -171,14 +174,6 @@ def test_activations_and_shortcuts_are_taken_into_the_operator():
     ]  # fmt: skip
     left = [n for n in graphs.graphs[-1].graph.nodes if n.target in (*graph_pass._RELUS, *graph_pass._ADDS)]
     assert not left
-
-
-def normalized_blocks(model: nn.Module) -> nn.Module:
-    blocks = nn.Sequential(model.layer1[0], model.layer2[0]).to(DEVICE)  # type: ignore[index]
-    for name, p in blocks.named_parameters():
-        if "bn" in name:
-            nn.init.normal_(p, 1, 0.2)
-    return blocks
 
 
 class Shape(nn.Module):
@@ -285,7 +280,7 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own
-@pytest.mark.parametrize("name", ["batch", "sandwich", "positions"])
+@pytest.mark.parametrize("name", ["sandwich", "positions"])
 def test_the_operators_keep_what_they_promise(name: str, monkeypatch: pytest.MonkeyPatch):
     """``torch.library.opcheck`` on the arguments of a call: schema, fake, autograd and dynamic shapes."""
     make, given = SERVED[name]
@@ -333,3 +328,32 @@ def test_the_operator_that_moves_running_statistics(counts: bool):
     torch.library.opcheck(
         torch.ops.normlab.move_running.default, (*given, None if of is None else of.to(DEVICE), 8, 0.1, False, True)
     )
+
+
+def test_kernels_are_compiled_ahead_of_the_first_call(monkeypatch: pytest.MonkeyPatch):
+    """In the background, from what a compiler sees of the call; what runs on zeros there moves no statistics."""
+    layer = perturbed(lambda: normlab.BatchNorm2d(8, act="relu"))
+    before = copy.deepcopy(layer.state_dict())
+    calls: list[tuple[Any, ...]] = []
+    run, back = kinds.run_kind, kinds.run_kind_backward
+    monkeypatch.setattr("normlab.gpu.backend.run_kind_backward", lambda *a: calls.append(a) or back(*a))
+    x = torch.randn(4, 8, 5, 4, device=DEVICE, requires_grad=True)
+    with normlab.backend("triton"):
+        y = torch.compile(layer, backend="eager", fullgraph=True)(x, residual=torch.randn_like(x))
+        y.sum().backward()
+        after, ahead = copy.deepcopy(layer.state_dict()), []
+        ((_, _, tensors, others, numbers, kind, needs),) = calls
+        assert " act=4 " in kind  # relu is undone from its output
+        monkeypatch.setattr(kinds, "_ahead", {})
+        monkeypatch.setattr(kinds, "run_kind", lambda *a: ahead.append(a) or run(*a))
+        monkeypatch.setattr(kinds, "_has_kernels_to_compile", lambda x: True)
+        monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+        for _ in range(2):
+            kinds.compile_ahead(tensors, others, numbers, kind, needs, True)
+        (found,) = kinds._ahead.values()
+        assert found.exception() is None and len(ahead) == 1
+        assert " act=1 " in ahead[0][3] and ahead[0][0][0].shape == x.shape
+        kinds.compile_ahead(tensors, others, numbers, kind.replace("live=1", "live=0"), needs, True)
+        assert len(kinds._ahead) == 1  # it would read running statistics, which the compiler's call does not have
+    assert before["num_batches_tracked"] == 0 and after["num_batches_tracked"] == 1
+    assert_same(after, layer.state_dict())

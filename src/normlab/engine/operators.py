@@ -97,6 +97,9 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _(dy: Tensor, work: Tensor, *arguments: Any) -> list[Tensor]:
     x, residual, *learned = arguments[:8]
     needs = arguments[13]
+    if x.is_cuda:
+        in_graphs = torch._inductor.config.triton.cudagraphs
+        kernels().compile_ahead(arguments[:8], arguments[8:11], *arguments[11:], in_graphs)
     x = kernels().dense(x)[0]
     found = [torch.empty_like(x)] if needs[0] else []
     if residual is not None and needs[1]:
@@ -113,8 +116,9 @@ def _(*arguments: Any) -> None:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:11], output[1])
-    ctx.numbers, ctx.kind = inputs[14], inputs[15]
+    residual, kind = kernels().kept_of_residual(inputs[1], output[0], inputs[15])
+    ctx.save_for_backward(inputs[0], residual, *inputs[2:11], output[1])
+    ctx.numbers, ctx.kind = inputs[14], kind
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 

@@ -3,7 +3,7 @@
 from . import lstm
 from .closed_family import normalize
 from .graph_pass import install as install_graph_pass
-from .kinds import changes_residual, floats_of_kind, run_kind, run_kind_backward
+from .kinds import changes_residual, compile_ahead, floats_of_kind, kept_of_residual, run_kind, run_kind_backward
 from .passes import (
     apply,
     back_through_pools,
@@ -22,11 +22,13 @@ __all__ = [
     "apply",
     "back_through_pools",
     "changes_residual",
+    "compile_ahead",
     "dense",
     "floats_of_kind",
     "gradients",
     "input_gradient",
     "install_graph_pass",
+    "kept_of_residual",
     "lstm",
     "moments",
     "move_running",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -46,7 +47,7 @@ class Launch:
     ``takes``; without it the kernel is compiled as if there were none.
     """
 
-    __slots__ = ("compiled", "device", "fixed", "grid", "kernel", "mask", "meet", "takes", "warps")
+    __slots__ = ("compiled", "device", "fixed", "grid", "kernel", "lock", "mask", "meet", "takes", "warps")
 
     def __init__(
         self, kernel: Any, grid: int, fixed: tuple[Any, ...], device: int, meet: bool = False,
@@ -57,6 +58,7 @@ class Launch:
         self.kernel, self.grid, self.fixed, self.device, self.meet = kernel, grid, fixed, device, meet
         self.takes, self.warps, self.mask = takes, warps, mask
         self.compiled: Any = None  # Triton's compiled kernel
+        self.lock = Lock()
 
     def __call__(self, tensors: Tensors, pointers: Sequence[int], numbers: tuple[float, ...] = ()) -> None:
         last: tuple[Any, ...] = ()
@@ -67,10 +69,13 @@ class Launch:
             which = which[:-1] if self.meet else which
             tensors, numbers = tuple([tensors[i] for i in which]), tuple([numbers[i] for i in wanted])
             pointers = [pointers[i] for i in which] if pointers else pointers
+        if self.compiled is None:
+            with self.lock:  # graphs that are being compiled have kernels compiled in threads
+                if self.compiled is None:
+                    self._compile(tensors, pointers, numbers, last)
+                    return
+            last = () if self.mask is None else (last[0].data_ptr(),)
         compiled = self.compiled
-        if compiled is None:
-            self._compile(tensors, pointers, numbers, last)
-            return
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         if self.meet:
             pointers = (*pointers, counter_address(self.device, stream, self.grid))

@@ -9,6 +9,8 @@ from ..engine.messages import nearest, shown
 
 # The numbers are the kernels'.
 ACTIVATIONS: dict[str | None, int] = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
+# In backward, relu whose output stands in the residual's place: the next layer keeps that output in any case.
+RELU_BY_OUTPUT = 4
 LEAK = 0.01  # slope of leaky relu below zero, as torch has it
 
 

@@ -22,11 +22,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...statistics.activation import ACTIVATIONS
+from ...statistics.activation import ACTIVATIONS, RELU_BY_OUTPUT
 
 _RELU = tl.constexpr(ACTIVATIONS["relu"])
 _LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
 _SILU = tl.constexpr(ACTIVATIONS["silu"])
+BY_OUTPUT = tl.constexpr(RELU_BY_OUTPUT)
 
 # Moments are taken about values of the row, so nothing cancels, whatever the mean. Contiguous, each place of a tile
 # takes its moments about the first value it sees. Threads add up their sums once, after the last tile.
@@ -88,7 +89,7 @@ def activate(z, leak, ACT: tl.constexpr):
 @triton.jit
 def through_activation(z, g, leak, ACT: tl.constexpr):
     """From the gradient ``g`` at the activation's output to that at its input ``z``; for a NaN, as torch has it."""
-    if ACT == _RELU:
+    if ACT == _RELU or ACT == BY_OUTPUT:
         g = tl.where(z <= 0.0, 0.0, g)
     elif ACT == _LEAKY_RELU:
         g = tl.where(z > 0.0, g, g * leak)
@@ -389,7 +390,7 @@ def sums_rows(
             z = (v - center[:, None]) * scale[:, None] + shift[:, None]
             if RES:
                 e, ok = load_rows(residual, q, row_ok, j, s)
-                z += e
+                z = e if ACT == BY_OUTPUT else z + e
             g = through_activation(z, g, leak, ACT)
         if mask is not None:
             keep = keep_rows(mask, x, q, ok, j, s, C)
@@ -433,7 +434,7 @@ def sums_last(
             z = (v - center[None, :]) * scale[None, :] + shift[None, :]
             if RES:
                 e, ok = load_last(residual, m, j, high, s, c, C)
-                z += e
+                z = e if ACT == BY_OUTPUT else z + e
             g = through_activation(z, g, leak, ACT)
         if mask is not None:
             v, g = tl.where(keep, v, 0.0), tl.where(keep, g, 0.0)

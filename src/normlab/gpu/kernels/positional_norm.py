@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .passes import activate, through_activation
+from .passes import BY_OUTPUT, activate, through_activation
 
 _SIZES = ["per", "chunks"]
 _PAIRS = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter would add the elements one by one
@@ -149,7 +149,8 @@ def _inner(dy, residual, at, ok, h, w, b, leak, ACT: tl.constexpr, RES: tl.const
     if ACT > 0:
         z = h * w + b
         if RES:
-            z += _read(residual, at, ok)
+            e = _read(residual, at, ok)
+            z = e if ACT == BY_OUTPUT else z + e
         g = through_activation(z, g, leak, ACT)
     return _hide(g, keep)
 
