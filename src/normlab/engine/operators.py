@@ -98,7 +98,7 @@ def _(dy: Tensor, work: Tensor, *arguments: Any) -> list[Tensor]:
     x, residual, *learned = arguments[:8]
     needs = arguments[13]
     if x.is_cuda:
-        in_graphs = torch._inductor.config.triton.cudagraphs
+        in_graphs = torch._inductor.config.triton.cudagraphs  # type: ignore[attr-defined]  # of this compilation
         kernels().compile_ahead(arguments[:8], arguments[8:11], *arguments[11:], in_graphs)
     x = kernels().dense(x)[0]
     found = [torch.empty_like(x)] if needs[0] else []
