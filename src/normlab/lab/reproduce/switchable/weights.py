@@ -54,7 +54,7 @@ def _bars(ctx: Context) -> tuple[list[Bar], list[str]]:
     found.append(Bar("image classification", base(ctx).with_(norm="switchable", batch_size=32)))
     heads = {k: v for k, v in OF_DETECTORS.items() if k in ("backbone", "box head", "mask head")}
     add("detection", "detection",
-        {"model": "maskrcnn", "train_size": 200, "test_size": 20, "epochs": 4, "options": {"backbone": "resnet18"}},
+        {"model": "maskrcnn", "train_size": 100, "test_size": 20, "epochs": 4, "options": {"backbone": "resnet18"}},
         {"model": "maskrcnn", "width": 0, "data": f"coco:{_in(ctx, 'coco')}", "size": 800, "train_size": 0, "lr": 0.02,
          "test_size": 0, "epochs": 12, "options": {"backbone": "resnet50", "weights": "download", "anchors": 32}},
         "coco", {**few, "width": 4}, heads)  # fmt: skip
