@@ -486,6 +486,8 @@ def test_settings_of_the_papers_scale(name: str, tmp_path: Path, monkeypatch: py
     for own in asked:
         given = dict(own.options)
         assert own.data == f"coco:{tmp_path / 'coco'}" and given["backbone"] == "resnet50" and own.epochs >= 12
+        assert (own.width, own.train_size, own.optimizer, own.clip) == (64, 0, "sgd", 0)
+        assert (given["anchors"], given["proposals"]) == (32, 0)
         assert own.batch_size // own.accumulate in (2, 3) and not own.decay_all and task_of(own).name == "detection"
         expected = str(tmp_path / "resnet50-group.pth") if own.norm == "group" else "download"
         assert given["weights"] == ("none" if given["trained"] == 5 else expected)

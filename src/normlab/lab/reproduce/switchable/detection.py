@@ -14,6 +14,7 @@ from ....statistics.pools import parse_pool
 from ...analysis import importance_by_part
 from ...data import home
 from ...report.view import Comparison, ComparisonRow
+from ...settings import OWN
 from ...tasks.detection.networks import PARTS
 from ..base import Context, Entry, Outcome, compared
 from ..figures import Published, published
@@ -64,21 +65,22 @@ _SMALL: dict[str, Any] = {
 _TINY: dict[str, Any] = {**_SMALL, "size": 32, "width": 4, "train_size": 8, "test_size": 4, "epochs": 1}
 # Sixteen images a step, of which each worker has two; the learning rate falls tenfold at the same shares of training.
 _FULL: dict[str, Any] = {
-    "size": 1333, "batch_size": 16, "accumulate": 8, "lr": 0.02, "weight_decay": 1e-4, "decay_all": False,
-    "schedule": "step", "precision": "bf16",
+    "size": 1333, "width": 64, "train_size": 0, "test_size": 0, "batch_size": 16, "accumulate": 8, "optimizer": "sgd",
+    "lr": 0.02, "weight_decay": 1e-4, "decay_all": False, "clip": 0.0, "schedule": "step", "precision": "bf16",
 }  # fmt: skip
 
 
 def _run(
     ctx: Context, title: str, model: str, paper: Published, full: Mapping[str, Any], about: str
 ) -> Outcome:  # fmt: skip
-    own: dict[str, Any] = {"anchors": 32, "backbone": "resnet50", "trained": 3}
+    own: dict[str, Any] = {"anchors": 32, "backbone": "resnet50", "trained": 3, "proposals": 0}
     small: dict[str, Any] = {"anchors": 16, "backbone": "resnet18", "proposals": 100}
     if ctx.scale == "smoke":
         small["source_epochs"] = 1
     data = {"data": f"coco:{home(ctx.root) / 'coco'}"}
     sizes = ctx.pick(default=_SMALL, full={**_FULL, **full, **data}, smoke=_TINY)
-    base = settings_for(ctx, task="detection", **sizes, model=model, options=ctx.pick(default=small, full=own))
+    options = {OWN + name: value for name, value in ctx.pick(default=small, full=own).items()}
+    base = settings_for(ctx, task="detection", **sizes, model=model, **options)
     cases = [_case(ctx, base, row[0], row[1], values) for row, values in paper.rows.items()]
     columns = [Column(name, "test", _VALUES[name]) for name in paper.columns]
     cells = run_grid(ctx, Grid(base, cases, columns), ctx.seed_list(default=1, full=1))
