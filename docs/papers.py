@@ -48,7 +48,7 @@ ELSEWHERE = {
     ("switchable", "Figure 6"): "learning curves by batch size: on the page of switchable-table2",
     ("switchable", "Figure 8"): "curves of COCO AP: COCO is not at hand",
 }
-# The cell of an entry that stands for it in one line: what its paper is about.
+# The cell of an entry that stands for it in one line: what its paper is about. Otherwise the first with a figure.
 HEADLINES = {
     "vulnerability-table2": ("no norm - batch norm", "bim-linf"), "vulnerability-table6": ("28, batch norm", "noise"),
     "vulnerability-table7": ("84, batch norm", "eps=0.1"),
@@ -203,7 +203,8 @@ def _line(entry: Entry) -> list[str]:
         instead = f"; {entry.instead}" if entry.instead else ""
         return [entry.what, command, "", "", f"not run at that scale ({entry.full}{instead}); the default takes "
                 f"{entry.minutes:g} minute{'s' * (entry.minutes != 1)}"]  # fmt: skip
-    label, column = HEADLINES[entry.name]
+    usual = next((r.row for r in found if r.row.paper is not None), found[0].row)
+    label, column = HEADLINES.get(entry.name, (usual.label, usual.column))
     row = cell(entry.name, label, column)
     told = judged(entry.name)
     return [f"{entry.what}; here {label}, {column}", command, printed(row.paper, row.paper_error),
