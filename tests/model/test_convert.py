@@ -676,7 +676,7 @@ def test_frozen_batch_norm_learns_again(to):
     model = norm_with_values(FrozenBatchNorm2d(8))
     x = torch.randn(4, 3, 8, 8)
     expected = model.eval()(x)
-    options = {"num_classes": 3} if to == "sandwich" else {"num_groups": 4} if to == "group" else {}
+    options: dict[str, Any] = {"num_classes": 3} if to == "sandwich" else {"num_groups": 4} if to == "group" else {}
     convert(model, to, frozen=False, **options)
     assert all(p.requires_grad for p in model[1].parameters())
     before = {k: v.clone() for k, v in model[1].named_buffers()}
