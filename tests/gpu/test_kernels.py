@@ -84,7 +84,8 @@ def compare(
     assert both[0].keys() == both[1].keys()
     for name, value in both[0].items():
         assert_close(both[1][name], value, **near, msg=lambda m, name=name: f"{name}: {m}")
-    assert both[1]["y"].stride() == both[0]["y"].stride()
+    if x.is_contiguous() or x.movedim(1, -1).is_contiguous():  # others become contiguous for the kernels
+        assert both[1]["y"].stride() == both[0]["y"].stride()
 
 
 @pytest.mark.usefixtures("watched_integers")
