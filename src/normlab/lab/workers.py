@@ -349,7 +349,7 @@ def _work(device: str) -> None:
         return loaded[1]
 
     for job in _jobs():
-        perform(job, partial(load, root=job["root"]), place, say)
+        perform(job, partial(load, root=job.get("root")), place, say)
 
 
 if __name__ == "__main__":

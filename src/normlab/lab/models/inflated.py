@@ -73,6 +73,9 @@ def inflate(net: nn.Module, data: Sized, name: str) -> nn.Module:
         raise LabError(
             f"{name} has no convolutions that could see several frames; take inflated(resnet20), for example."
         )
+    for module in net.modules():
+        if hasattr(type(module), "axes"):
+            module.axes = 3  # type: ignore[assignment]
     check_takes(net, data, name)
     return net
 

@@ -27,10 +27,10 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int, bias: bool) -> nn
 class PaddedShortcut(nn.Module):
     """Option A of He et al.: every second pixel, and channels of zeros on both sides. It learns nothing.
 
-    Of clips it takes every ``step``-th frame.
+    Of clips, which have three axes, it takes every ``step``-th frame.
     """
 
-    step = 1
+    axes, step = 2, 1
 
     def __init__(self, more: int, stride: int) -> None:
         super().__init__()
@@ -38,12 +38,9 @@ class PaddedShortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         before = self.more // 2
-        x = (
-            x[..., :: self.stride, :: self.stride]
-            if x.dim() == 4
-            else x[:, :, :: self.step, :: self.stride, :: self.stride]
-        )
-        return F.pad(x, (*(0, 0) * (x.dim() - 2), before, self.more - before))
+        steps = (self.step, self.stride, self.stride)[-self.axes :]
+        x = x[(slice(None), slice(None), *(slice(None, None, step) for step in steps))]
+        return F.pad(x, (*(0, 0) * self.axes, before, self.more - before))
 
     def extra_repr(self) -> str:
         return f"more={self.more}, stride={self.stride}"
@@ -111,6 +108,8 @@ def _stage(
 class ResNet(nn.Module):
     """Three stages of widths w, 2w, 4w; the mean over positions; a linear layer."""
 
+    axes = 2  # three of clips; not read off the input, so that the network can be traced
+
     def __init__(self, data: Sized, norm: NormSpec, blocks: int, width: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = _conv(data.channels, width, 3, 1, not norm.normalizes), norm.make(width)
@@ -122,11 +121,13 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
-        return self.linear(x.mean(tuple(range(2, x.dim()))))
+        return self.linear(x.mean(tuple(range(2, 2 + self.axes))))
 
 
 class PreActResNet(nn.Module):
     """A convolution without norm, stages of pre-activation blocks, perhaps norm and ReLU, the mean, a linear layer."""
+
+    axes = 2  # three of clips; not read off the input, so that the network can be traced
 
     def __init__(
         self, data: Sized, norm: NormSpec, blocks: int, first: int, widths: tuple[int, ...], final: bool
@@ -146,7 +147,7 @@ class PreActResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.stages(self.conv1(x)))
-        return self.linear(x.mean(tuple(range(2, x.dim()))))
+        return self.linear(x.mean(tuple(range(2, 2 + self.axes))))
 
 
 def resnet12(data: Sized, norm: NormSpec, *, width: int = 64) -> nn.Module:

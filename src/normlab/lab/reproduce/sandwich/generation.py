@@ -40,7 +40,9 @@ _INCEPTION = "weights-inception-2015-12-05-6726825d.pth"
 _CIFAR = {
     "data": "cifar10", "width": 0, "epochs": 50, "batch_size": 64, "lr": 2e-4, "ema": 0.999, "best": "test",
     "schedule": "constant", "precision": "bf16",
-    "options": {"steps": 1000, "critic_steps": 5, "ratio": 2, "samples": 10_000, "against": "train"},
+    "options": {
+        "steps": 1000, "critic_steps": 5, "ratio": 2, "samples": 10_000, "against": "train", "labels_std": 1.0,
+    },
 }  # fmt: skip
 _BIGGAN = {
     "batch_size": 50, "ema": 0.9999, "options.critic_steps": 4, "options.ratio": 1, "options.beta2": 0.999,
