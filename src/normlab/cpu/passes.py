@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ..engine.coefficients import Gradients, compose, through_affine
-from ..engine.contract import Moments
+from ..engine.contract import Coefficients, Moments
 from ..engine.expression import plain_apply, plain_moments, row_sums, rows_view, spread_to_elements
 from ..engine.numerics import FAR_IN_DEVIATIONS, at_least_float32, widest
 
 if TYPE_CHECKING:
-    from ..engine.contract import Coefficients
     from ..engine.masks import Mask
     from ..engine.rows import Rows
     from ..statistics.plans import Plan, Pooled
@@ -48,7 +47,11 @@ def apply(
     mask: Mask | None = None, *, far: bool,
 ) -> Tensor:  # fmt: skip
     """``weight * ((x - center) * scale + shift) + bias`` in the dtype and layout of ``x``; zero at padding."""
-    coefficients = compose(standard, rows, prod(x.shape[2:]), weight, bias)
+    center, scale, shift = coefficients = compose(standard, rows, prod(x.shape[2:]), weight, bias)
+    if not (far and (x.device.type != "cpu" or largest(center * scale) > FAR_IN_DEVIATIONS)):
+        # Measured coefficients may be wider than running ones; of equal values the outputs are equal then.
+        kind = torch.promote_types(x.dtype, torch.float32)
+        coefficients = Coefficients(center.to(kind), scale.to(kind), None if shift is None else shift.to(kind))
     return _like(plain_apply(x.to(_wide(x, *coefficients)), rows, coefficients), x, mask)
 
 
