@@ -219,8 +219,8 @@ OTHER = {  # for every setting a value that is not its default
     "task": "own.py", "model": "vgg8", "norm": "group(8)", "data": "digits", "seed": 3, "recipe": "other", "epochs": 9,
     "batch_size": 8, "accumulate": 2, "optimizer": "adam", "lr": 0.5, "momentum": 0.5, "nesterov": True,
     "weight_decay": 0.0, "decay_all": False, "schedule": "constant", "milestones": (2, 4), "gamma": 0.5,
-    "power": 0.5, "warmup": 1, "clip": 1.0, "augment": False, "label_smoothing": 0.1, "ema": 0.9, "precision": "bf16", "best": "test",
-    "channels_last": True, "lr_end": 0.01,
+    "power": 0.5, "warmup": 1, "clip": 1.0, "augment": False, "label_smoothing": 0.1, "ema": 0.9, "precision": "bf16",
+    "best": "test", "channels_last": True, "lr_end": 0.01,
     "capture": False, "sync_norm": True, "train_size": 10, "test_size": 10, "size": 56, "depth": 3, "width": 7,
     "options": {"place": "after", "k": 2},
 }  # fmt: skip
