@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,21 @@ def write(rows: list[dict[str, Any]], out: Path, extra: dict[str, object]) -> No
     os.chmod(f.name, 0o644)
     os.replace(f.name, out)
     print(f"written to {out}")
+
+
+def collect(
+    about: str | None, script: str, command: str, rows_of: Callable[[Sequence[Path], str | None], list[dict[str, Any]]],
+    same: Callable[[dict[str, Any]], Any],
+) -> None:  # fmt: skip
+    """The command line of a script that reads folders of the lab. Rows that are the ``same`` as new ones give way."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="*")
+    parser.add_argument("--out", type=Path, default=Path(script).with_suffix(".csv"))
+    parser.add_argument("--commit", help="what to write as the commit where the results are of another one")
+    arguments = parser.parse_args()
+    if not arguments.folders:
+        print(f"no folders of `normlab {command}` given; see --help")
+        return
+    new = rows_of(arguments.folders, arguments.commit)
+    again = {same(row) for row in new}
+    write([*(row for row in read(arguments.out) if same(row) not in again), *new], arguments.out, {})

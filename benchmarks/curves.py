@@ -9,11 +9,11 @@ Without folders nothing is done: these are long trainings.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _results import machine, read, write
+from _results import collect, machine
 from normlab import lab
 from normlab.lab.report.view import cell
 
@@ -57,18 +57,10 @@ def rows_of(folder: Path, commit: str | None) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="*")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
-    parser.add_argument("--commit", help="what to write as the commit where the results are of another one")
-    arguments = parser.parse_args()
-    if not arguments.folders:
-        print("no folders of `normlab compare` given; see --help")
-        return
-    new = [row for folder in arguments.folders for row in rows_of(folder, arguments.commit)]
-    again = {tuple(row[k] for k in STUDY) for row in new}
-    old = [row for row in read(arguments.out) if tuple(row[k] for k in STUDY) not in again]
-    write(old + new, arguments.out, {})
+    def each(folders: Sequence[Path], commit: str | None) -> list[dict[str, Any]]:
+        return [row for folder in folders for row in rows_of(folder, commit)]
+
+    collect(__doc__, __file__, "compare", each, lambda row: tuple(row[k] for k in STUDY))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ tables on the tasks' pages are made from this file.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _results import machine, read, write
+from _results import collect, machine
 from normlab.lab import read_results
 from normlab.lab.report.view import cell
 from normlab.lab.results import Run, plain
@@ -69,17 +68,7 @@ def _value(run: Run, name: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="*")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
-    parser.add_argument("--commit", help="what to write as the commit where the results are of another one")
-    arguments = parser.parse_args()
-    if not arguments.folders:
-        print("no folders of `normlab compare` given; see --help")
-        return
-    new = rows_of(arguments.folders, arguments.commit)
-    again = {same(row) for row in new}
-    write([*(row for row in read(arguments.out) if same(row) not in again), *new], arguments.out, {})
+    collect(__doc__, __file__, "compare", rows_of, same)
 
 
 if __name__ == "__main__":

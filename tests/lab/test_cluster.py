@@ -10,7 +10,7 @@ import torch
 
 from normlab import lab
 from normlab.lab import LabError, Settings, Watcher
-from normlab.lab.cluster import Cluster
+from normlab.lab.cluster import Cluster, _again, _Run
 from normlab.lab.reproduce import run
 from normlab.lab.workers import cluster_for, run_jobs
 
@@ -48,6 +48,15 @@ def nodes():
     machines.add_node(num_cpus=1)
     yield machines
     machines.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As many as a run on the cluster has: sums of several threads end in other digits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Loses(Watcher):
@@ -113,6 +122,16 @@ def test_a_killed_worker_and_a_task_of_ones_own(nodes, tmp_path, monkeypatch):
     assert any("was lost" in note for note in watch.notes)
     lab.compare(out=tmp_path / "here", processes=1, **asked)
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "here")
+
+
+def test_what_was_measured_is_left_out_when_a_lost_run_goes_on(tmp_path):
+    job = {"home": str(tmp_path), "measure": ["clean", "noise"], "root": None, "settings": Settings().values()}
+    run, watch = _Run(job), Loses(None)
+    run.measured.add("clean")
+    again = _again(run, RuntimeError("the node died\nand more"), watch)
+    assert again.job["measure"] == ["noise"] and again.tries == 1 and "(the node died)" in watch.notes[0]
+    with pytest.raises(LabError, match="was lost 3 times before it had finished anything more"):
+        _again(_again(again, RuntimeError("x"), watch), RuntimeError("x"), watch)
 
 
 def test_a_reproduction_and_what_fails_on_the_cluster(nodes, tmp_path):

@@ -38,7 +38,7 @@ class Teller(Watcher):
 
 @pytest.fixture
 def machine(monkeypatch):
-    monkeypatch.setattr(workers, "_cores", lambda: 8)
+    monkeypatch.setattr(workers, "cores", lambda: 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 

@@ -28,7 +28,7 @@ from .settings import Settings
 from .store import Busy, locked, write_atomic
 from .tasks import TASKS, provide, task
 from .watcher import Watcher
-from .workers import Job, perform, tell
+from .workers import Job, cores, perform, tell
 
 __all__ = ["Cluster", "run_on"]
 
@@ -78,6 +78,7 @@ class _Run:
         self.settings = Settings.from_values(job["settings"], source="a job")
         self.home = Path(job["home"])
         self.files: list[Any] = []  # a reference to what is there already, which must outlive the start
+        self.measured: set[str] = set()
         self.ended = False
         self.lock = ExitStack()
 
@@ -150,6 +151,8 @@ def run_on(
                 run.ended = True
                 passed.extend([event["sentence"]] if "sentence" in event else [])
             else:
+                if event["event"] == "measured":
+                    run.measured.add(event["record"]["measurement"])
                 tell(watch, record, run.settings, event)
     return passed
 
@@ -160,7 +163,8 @@ def _again(run: _Run, error: Exception, watch: Watcher) -> _Run:
         raise LabError(f"the run {run.settings.name} was lost {_TRIES} times before it had finished anything more "
                        f"({why}). What is finished is kept; the same command again goes on.") from error  # fmt: skip
     watch.note(f"The worker of {run.settings.name} was lost ({why}); the run goes on elsewhere.")
-    return _Run(run.job, run.tries + 1)
+    left = [name for name in run.job["measure"] if name not in run.measured]
+    return _Run({**run.job, "measure": left}, run.tries + 1)
 
 
 def _stop(ray: Any, stream: Any, run: _Run) -> None:
@@ -195,7 +199,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
         environment["NORMLAB_LAUNCHES"] = "several"
     given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if cluster.address == "local":
-        given |= {"num_cpus": max(cluster.cpus, _cores()), "include_dashboard": False}
+        given |= {"num_cpus": max(cluster.cpus, cores()), "include_dashboard": False}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         code: dict[str, Any] = {}
     else:
@@ -215,12 +219,6 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _cores() -> int:
-    with suppress(AttributeError):  # some systems do not have it
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _own_tasks(ray: Any, names: set[str]) -> dict[str, Any]:

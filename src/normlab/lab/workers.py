@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 __all__ = [
-    "Crew", "Job", "check_processes", "cluster_for", "crew_for", "longest_first", "perform", "run_jobs", "tell",
-    "threads_for",
+    "Crew", "Job", "check_processes", "cluster_for", "cores", "crew_for", "longest_first", "perform", "run_jobs",
+    "tell", "threads_for",
 ]  # fmt: skip
 
 # Plain values: settings, home, measure, root, tensorboard, and keep: whether results stay in the run's own folder.
@@ -52,10 +52,11 @@ def threads_for(runs: int) -> int:
     The number of threads changes the order of sums, and so the last digits of a run. So it must not depend on how many
     runs are left to do.
     """
-    return max(1, _cores() // max(1, runs))
+    return max(1, cores() // max(1, runs))
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may use."""
     with contextlib.suppress(AttributeError):  # some systems do not have it
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -89,12 +90,12 @@ def crew_for(place: torch.device, processes: int | None, runs: int) -> Crew | No
         return None
     if place.type == "cpu" and processes is None and runs > 1:
         threads = threads_for(runs)
-        return Crew(max(1, _cores() // threads), threads)
+        return Crew(max(1, cores() // threads), threads)
     if processes is None or processes == 1:
         return None
     if place.type not in ("cpu", "cuda"):
         raise LabError(f"processes = {processes} on {place}: only the CPU and CUDA devices are shared; leave it out.")
-    threads = max(1, _cores() // processes)
+    threads = max(1, cores() // processes)
     if place.type == "cpu":
         return Crew(processes, threads)
     devices = [str(place)] if place.index is not None else [f"cuda:{k}" for k in range(torch.cuda.device_count())]
