@@ -277,7 +277,7 @@ def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path, mo
             self.event()
 
     for cores, after in ((2, 3), (1, 2)):
-        monkeypatch.setattr(workers, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(workers, "cores", lambda cores=cores: cores)
         with pytest.raises(KeyboardInterrupt):
             run_study(tiny(tmp_path), progress=Stop(after))
     run_study(tiny(tmp_path))
