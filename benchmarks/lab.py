@@ -6,20 +6,29 @@ On a GPU: an epoch of VGG8 on 50,000 images of CIFAR's size with augmentation an
 WRN-28-2 with RandAugment, and with Weak Augment in two forward passes and in one; and BIM with 20 steps on 10,000
 images. Anywhere: all 19 corruptions at 5 severities on 10,000 images. Times do not depend on what the images show, so
 random ones serve. Rows of other devices in the file stay.
+
+``--files`` measures instead what ImageNet asks of a machine: photographs decoded to random crops and to their middle,
+the state of a ResNet-50 written and read, and the megabytes that a process gives away in a step, counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from _results import cpu, machine, read, write
-from normlab.lab import Data, Images, Settings, build, fit, measure
+from normlab import sync
+from normlab.lab import Data, Images, Settings, build, fit, measure, stored
 from normlab.lab.corruptions import CORRUPTIONS, corrupt
+from normlab.lab.store import load_checkpoint, save_checkpoint
 
 NORMS = ("none", "torch", "batch", "switchable")
 
@@ -85,19 +94,105 @@ def corruptions(device: str) -> list[dict]:
     return [*rows, {"what": "19 corruptions, 5 severities, 10,000 images", "norm": "", "seconds": round(total, 1)}]
 
 
+def best_of(rounds: int, call: Callable[[], Any]) -> float:
+    """The least seconds of several rounds: what else runs on the machine only adds to it."""
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return round(min(found), 3)
+
+
+def decoding() -> list[dict]:
+    """256 JPEG files of 500 x 375, which is ImageNet's usual size: parts of scikit-learn's two photographs."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    images = [Image.fromarray(a) for a in load_sample_images().images]
+    with TemporaryDirectory() as folder:
+        files = [str(Path(folder) / f"{k}.jpg") for k in range(256)]
+        for k, file in enumerate(files):
+            box = (k % 16 * 8, k // 16 * 3, k % 16 * 8 + 500, k // 16 * 3 + 375)
+            images[k % 2].crop(box).save(file, quality=92)
+        torch.set_num_threads(1)
+        whole, rows = stored.Stored(files, 224, share=224 / 256), []
+        for what, made in (("random crops", whole.cropped(0)), ("their middle", whole)):
+            made[:16]  # starts the process
+            row = {"what": f"256 photographs of 500 x 375 decoded to {what} of 224 by one process", "norm": ""}
+            rows.append(row | {"seconds": best_of(25, lambda made=made: made[:])})
+        stored.close()
+    return rows
+
+
+def resnet50(norm: str) -> Any:
+    like: Any = SimpleNamespace(
+        channels=3, size=(224, 224), classes=tuple(map(str, range(1000))), mean=[0.5], std=[0.25]
+    )
+    return build("torchvision:resnet50", like, norm, seed=0)
+
+
+def checkpoints() -> list[dict]:
+    """The weights and SGD's momentum, as the loop stores them after an epoch."""
+    model = resnet50("batch")
+    state = {**model.state_dict(), **{f"momentum.{k}": p.detach() for k, p in model.named_parameters()}}
+    with TemporaryDirectory(dir=Path.cwd()) as folder:
+        path = Path(folder) / "last.safetensors"
+        seconds = {
+            "written": best_of(5, lambda: save_checkpoint(path, state, {})),
+            "read": best_of(5, lambda: load_checkpoint(path)),
+        }
+        mb = round(path.stat().st_size / 1e6, 1)
+    return [{"what": f"state of ResNet-50 {k}", "norm": "batch", "seconds": s, "mb": mb} for k, s in seconds.items()]
+
+
+def exchanges() -> list[dict]:
+    """What a process gives to others in a step of ResNet-50: its gradients, and with synchronized layers its sums."""
+    rows, gather, reduce = [], dist.all_gather, dist.all_reduce
+    with TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        for norm in ("batch", "switchable"):
+            model, sent = sync(resnet50(norm)), []
+
+            def gathering(parts: Any, mine: torch.Tensor, sent: list[int] = sent, **more: Any) -> Any:
+                sent.append(mine.numel() * mine.element_size())
+                return gather(parts, mine, **more)
+
+            def reducing(mine: torch.Tensor, sent: list[int] = sent, **more: Any) -> Any:
+                sent.append(mine.numel() * mine.element_size())
+                return reduce(mine, **more)
+
+            dist.all_gather, dist.all_reduce = gathering, reducing
+            loss = model(torch.rand(2, 3, 64, 64)).sum()
+            forward = len(sent)
+            loss.backward()
+            dist.all_gather, dist.all_reduce = gather, reduce
+            weights = sum(p.numel() * p.element_size() for p in model.parameters())
+            parts = {"gradients": [weights], "statistics, forward": sent[:forward], "backward": sent[forward:]}
+            rows += [
+                {"what": f"ResNet-50 gives in a step: {what}, {len(of)} exchange{'s' * (len(of) > 1)}", "norm": norm,
+                 "seconds": "", "mb": round(sum(of) / 1e6, 3)}
+                for what, of in parts.items()
+            ]  # fmt: skip
+        dist.destroy_process_group()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--commit", help="what to write as the commit where there is no git checkout")
+    parser.add_argument("--files", action="store_true", help="decoding, checkpoints and what processes exchange")
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = corruptions(device)
+    device = "cuda" if torch.cuda.is_available() and not arguments.files else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu()
+    rows = decoding() + checkpoints() + exchanges() if arguments.files else corruptions(device)
     if device == "cuda":
         rows += epochs() + attacks()
     for row in rows:
-        print("{what:66} {norm:12} {seconds} s".format(**row))
-    name = torch.cuda.get_device_name() if device == "cuda" else cpu()
-    others = [row for row in read(arguments.out) if row["device"] != name]
+        print("{what:72} {norm:12} {seconds} s {mb}".format(**{"mb": "", **row}))
+    new = {row["what"] for row in rows}
+    others = [row for row in read(arguments.out) if row["device"] != name or row["what"] not in new]
     here = machine(name, arguments.commit)
     write([*others, *({**row, **here} for row in rows)], arguments.out, {})
 

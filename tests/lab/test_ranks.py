@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from normlab.lab import Data, Images, LabError, Settings, build, fit, train
+from normlab.lab import Data, Images, LabError, Settings, build, fit, reproduce, train
 from normlab.lab import loop as loop_module
 from normlab.lab.ranks import ALONE, Ranks, joined
 from normlab.lab.tasks.classification import Phase
@@ -287,14 +287,14 @@ def torchrun(*arguments, program=("-m", "normlab.lab")):
     )  # fmt: skip
 
 
-def as_torchrun_does(*arguments):
+def as_torchrun_does(*arguments, program=("-m", "normlab.lab")):
     """Two processes begun as torchrun would begin them; their exit codes, and what each printed to stderr."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
     both = [
-        Forked([sys.executable, "-m", "normlab.lab", *map(str, arguments)], stdout=subprocess.PIPE,
+        Forked([sys.executable, *map(str, (*program, *arguments))], stdout=subprocess.PIPE,
                stderr=subprocess.PIPE, text=True,
                env={**os.environ, **common, "OMP_NUM_THREADS": "1", "RANK": str(k), "LOCAL_RANK": str(k)})
         for k in range(2)
@@ -409,3 +409,63 @@ def test_a_rank_that_fails_ends_all(tmp_path):
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr  # torchrun has its own report below
     assert done.stderr.count("normlab: ") == 1 == done.stderr.count("only this process can know"), done.stderr
     assert "lab/loop.py" not in done.stderr and "lab/ranks.py" not in done.stderr
+
+
+PHOTOGRAPHS = """
+import os, signal, sys
+from normlab.lab import reproduce, run_state, torchrun
+from normlab.lab.ranks import joined
+from normlab.lab.stored import Stored
+
+photographs, out, only, epochs = sys.argv[1:]
+keep, asked, read = run_state.RunState.keep, Stored._asked, []
+
+
+def killed(state, history, folder):
+    keep(state, history, folder)
+    if len(history.epochs) == int(epochs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def counted(images, index):
+    read.append(len(index) if images.seed is not None else 0)
+    return asked(images, index)
+
+
+run_state.RunState.keep, Stored._asked = killed, counted
+with joined() as ranks:
+    torchrun.lead(ranks, lambda: reproduce.run("batch-group-table1", out, scale="smoke", device="cpu", seeds=1,
+                                               data=f"imagenet:{photographs}", only={"norm": only}))
+print("decoded", sum(read), file=sys.stderr)
+"""
+
+
+def test_a_table_of_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
+    """Parts of two photographs in ImageNet's layout. Each process decodes its own half of the images, and the numbers
+    are those of one process.
+    """
+    from sklearn.datasets import load_sample_images
+
+    image, g = pytest.importorskip("PIL.Image"), torch.Generator().manual_seed(0)
+    for part, number in (("train", 96), ("val", 24)):
+        for k in range(number):
+            kind, (top, left) = k % 2, torch.randint(300, (2,), generator=g).tolist()
+            file = tmp_path / "photographs" / part / ("roof", "flower")[kind] / f"{k}.jpg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            image.fromarray(load_sample_images().images[kind][top : top + 90, left : left + 120]).save(file)
+    program = tmp_path / "table.py"
+    program.write_text(PHOTOGRAPHS)
+    norm, data = "batch_group(8, ghost=8)", f"imagenet:{tmp_path / 'photographs'}"
+    own = (tmp_path / "photographs", tmp_path / "two", norm)
+    (first, second), _ = as_torchrun_does(*own, 1, program=(program,))
+    assert first == -9 or second == -9
+    codes, said = as_torchrun_does(*own, 9, program=(program,))
+    assert codes == [0, 0], said
+    assert all("decoded 48" in text for text in said)  # half of the second epoch's 96
+    (log,) = (tmp_path / "two" / "runs").glob("*/log.jsonl")
+    monkeypatch.setattr("normlab.lab.report.write_report", lambda results, path, **more: path)
+    reproduce.run("batch-group-table1", tmp_path / "one", scale="smoke", device="cpu", data=data, only={"norm": norm})
+    alone = lines(tmp_path / "one" / "runs" / log.parent.name / "log.jsonl")
+    for ours, theirs in zip(lines(log), alone, strict=True):
+        assert ours["ranks"] == 2 and ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["accuracy"] == pytest.approx(theirs["accuracy"], abs=5)

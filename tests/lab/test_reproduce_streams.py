@@ -9,6 +9,7 @@ import torch
 from normlab.lab import reproduce
 from normlab.lab.errors import LabError
 from normlab.lab.norms import parse_norm
+from normlab.lab.ranks import Ranks
 from normlab.lab.reproduce.base import Context, compared
 from normlab.lab.reproduce.batch_group import adversarial, sizes
 from normlab.lab.reproduce.batch_sizes import Workers, with_ghost
@@ -128,6 +129,57 @@ def test_settings_of_the_papers_scale(name, tmp_path, monkeypatch):
         parse_norm(settings.norm).make(16)
         for column in columns:
             task.measurement(column.measurement)
+
+
+def test_settings_of_the_tables_on_imagenet(tmp_path, monkeypatch):
+    asked = []
+
+    def note(ctx, grid, seeds):
+        asked.extend(grid.settings(case, seed) for case in grid.cases for seed in seeds)
+        return Cells(grid, {}, {}, [])
+
+    def cells(name):
+        asked.clear()
+        outcome = reproduce.run(name, tmp_path, full=True, device="cpu", data="imagenet:PHOTOS")
+        assert outcome.instead == "" and "imagenet:PHOTOS" in outcome.comparisons[0].note
+        return list(asked)
+
+    monkeypatch.setattr("normlab.lab.reproduce.batch_sizes.run_grid", note)
+    monkeypatch.setattr("normlab.lab.report.write_report", titles_only)
+    for name, epochs, number in (("switchable-table2", 100, 8 + 9 + 9 + 4), ("batch-group-table1", 120, 20),
+                                 ("batch-group-table2", 120, 7 * 6), ("switchable-fig7", 100, 6)):  # fmt: skip
+        found = cells(name)
+        assert len(found) == number
+        for s in found:
+            assert (s.model, s.data, s.size, s.epochs) == ("torchvision:resnet50", "imagenet:PHOTOS", 224, epochs)
+            assert (s.schedule, s.milestones, s.gamma, s.warmup) == ("step", (30, 60, 90), 0.1, 0)
+            assert (s.momentum, s.weight_decay, s.decay_all, s.augment) == (0.9, 1e-4, True, True)
+            assert s.lr == pytest.approx(0.1 * s.batch_size / 256)
+    table = cells("switchable-table2")
+    assert {s.norm for s in table if s.batch_size == 256} >= {"batch(ghost=32)", "group(32)", "switchable(ghost=32)"}
+    assert {(s.norm, s.batch_size) for s in table if s.sync_norm} == {
+        (norm, n) for norm in ("batch", "group(32)", "switchable") for n in (8, 16, 32)}  # fmt: skip
+    groups = {s.batch_size // 8: s.norm for s in cells("batch-group-table2") if s.norm.startswith("batch_group")}
+    assert groups == {n: f"batch_group({g}, ghost={n})" for n, g in sizes.GROUPS.items()}
+
+    monkeypatch.setattr("normlab.lab.reproduce.batch_sizes.led", lambda: Ranks(0, 4))
+    assert len(cells("switchable-table2")) == 30
+    monkeypatch.setattr("normlab.lab.reproduce.batch_sizes.led", lambda: Ranks(0, 3))
+    with pytest.raises(LabError, match=r"\(8, 32\) is 8 workers of 32 images, and 3 processes.*Start 1, 2, 4 or 8"):
+        cells("switchable-table2")
+
+
+@pytest.mark.parametrize(("asked", "said"), [
+    ({"name": "weak-augment-table1", "full": True}, "takes no --data; batch-group-table1, batch-group-table2, "),
+    ({"full": True, "data": "cifar10"}, r"--data is imagenet:PATH, a folder .*got 'cifar10'"),
+    ({}, "give --full too"),
+    ({"full": True}, r"missing has no folder train/; imagenet:PATH names one with train/ and val/"),
+])  # fmt: skip
+def test_data_that_a_table_is_not_trained_on_are_refused(tmp_path, asked, said):
+    with pytest.raises(LabError, match=said):
+        reproduce.run(**{"name": "batch-group-table1", "folder": tmp_path, "device": "cpu", "data": "imagenet:missing",
+                         **asked})  # fmt: skip
+    assert not any(tmp_path.iterdir())
 
 
 def test_trainings_are_shared_between_entries_in_one_folder(tmp_path):

@@ -12,6 +12,7 @@ import torch
 
 from normlab import lab
 from normlab.lab import LabError, Settings, stored
+from normlab.lab.decoder import drawn
 from normlab.lab.stored import Stored
 
 Image = pytest.importorskip("PIL.Image")
@@ -85,6 +86,49 @@ def test_large_photographs_are_decoded_smaller_and_look_the_same(tmp_path):
     assert (found - expected).abs().max() < 5
 
 
+def test_random_crops_are_parts_of_the_picture(tmp_path):
+    """Each crop is what PIL makes of the box that its seed draws; the boxes are spread as torchvision's are."""
+    from torchvision.transforms import RandomResizedCrop
+
+    picture = torch.randint(256, (90, 120, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    Image.fromarray(picture.numpy()).save(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as opened:
+        for k, crop in enumerate(Stored([str(tmp_path / "a.png")] * 3, 32).cropped(7)[:]):
+            left, top, across, down = drawn(120, 90, 7 + k)
+            box = (left, top, left + across, top + down)
+            made = opened.resize((32, 32), Image.Resampling.BILINEAR, box=box)
+            assert crop.permute(1, 2, 0).flatten().tolist() == list(made.tobytes())
+    boxes = torch.tensor([drawn(500, 375, k) for k in range(4000)]).double()
+    area, ratio = boxes[:, 2] * boxes[:, 3] / (500 * 375), (boxes[:, 2] / boxes[:, 3]).log()
+    torch.manual_seed(0)
+    x = torch.zeros(1, 375, 500)
+    theirs = torch.tensor([RandomResizedCrop.get_params(x, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)]).double()
+    assert abs(area.mean() - (theirs[:, 2] * theirs[:, 3]).mean() / (500 * 375)) < 0.02
+    assert abs(ratio.mean() - (theirs[:, 3] / theirs[:, 2]).log().mean()) < 0.02
+    assert boxes.amin() >= 0 and (boxes[:, :2] + boxes[:, 2:]).amax(0).tolist() == [500, 375]
+    assert drawn(1000, 50, 0) == (466, 0, 67, 50) and drawn(50, 1000, 0) == (0, 466, 50, 67)
+
+
+def test_imagenet_is_cropped_at_random_in_training_and_in_the_middle_for_tests(folder, tmp_path):
+    data = lab.load(f"imagenet:{folder}", size=16)
+    assert data.flip and not data.crop and data.mean == (0.485, 0.456, 0.406) and len(data.test.x) == 20
+    assert lab.load(f"imagenet:{folder}").size == (224, 224)
+    assert torch.equal(data.train.x[:4], lab.load(f"stream:{folder}", size=16).train.x[:4])  # not in training
+    one, again, other = (data.for_epoch(seed).train.x[:4] for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other) and not torch.equal(one, data.train.x[:4])
+    assert torch.equal(data.for_epoch(1).test.x[:4], data.test.x[:4])
+    ramp = torch.linspace(0, 255, 400).round().to(torch.uint8)
+    Image.fromarray(ramp.expand(300, -1).contiguous().numpy()).save(tmp_path / "a.png")
+    found = Stored([str(tmp_path / "a.png")], 224, share=224 / 256)[0][0, 0].int()
+    # Where the shorter side has 256 pixels, the middle begins 58.67 pixels from the left: 1.17 pixels of the file each.
+    expected = ((torch.arange(224) + 0.5 + 58.67) * 300 / 256 - 0.5) * 255 / 399
+    assert (found - expected).abs().max() <= 1.5
+    for augment in (True, False):
+        settings = Settings(size=16, epochs=2, batch_size=16, lr=1e-9, augment=augment)
+        lines = lab.fit(lab.build("small", data, "none", seed=0), data, settings).epochs
+        assert (lines[0]["loss"] == pytest.approx(lines[1]["loss"], rel=1e-5)) != augment
+
+
 def test_memory_stays_flat(folder):
     """Ten times as many images, ten times what one pass holds, take no more memory."""
     script = f"""
@@ -114,6 +158,8 @@ def test_a_folder_that_does_not_fit_is_told(folder, tmp_path):
     with pytest.raises(LabError, match="is not a folder; stream:PATH names one"):
         lab.load("stream:missing", size=8)
     (tmp_path / "empty").mkdir()
+    with pytest.raises(LabError, match=r"no folder train/; imagenet:PATH names one with train/ and val/"):
+        lab.load(f"imagenet:{tmp_path / 'empty'}")
     with pytest.raises(LabError, match="no folders of images"):
         lab.load(f"stream:{tmp_path / 'empty'}", size=8)
     for k in range(12):
@@ -139,5 +185,5 @@ def test_a_worker_that_was_killed_is_told(folder):
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait()
     with pytest.raises(LabError, match="the process that decodes images ended with code -9"):
-        stored._known.submit(images.files[:4], 16).result()
+        stored._known.submit(images._asked(torch.arange(4))).result()
     assert len(images[:4]) == 4

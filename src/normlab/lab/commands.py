@@ -99,6 +99,10 @@ Photographs = Annotated[
     Path | None,
     typer.Option(help="Folder of ImageNet's validation images, where needed.", parser=_path, metavar="PATH"),
 ]
+ImageNet = Annotated[
+    str | None,
+    typer.Option("--data", help="imagenet:PATH, for the tables of ImageNet with --full.", metavar="imagenet:PATH"),
+]
 Network = Annotated[str, typer.Argument(help="Network by name, torchvision:NAME, timm:NAME, or a checkpoint.")]
 
 TaskName = Annotated[
@@ -550,7 +554,7 @@ def reproduce(
     only: Annotated[str | None, typer.Option(help="Compute only these cells: norm=batch,seed=1.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Train so many epochs; the table says so.", min=1)] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what it costs: runs, minutes here, disk.")] = False,
-    weights: Pretrained = None, images: Photographs = None,
+    weights: Pretrained = None, images: Photographs = None, data: ImageNet = None,
     device: Device = None, processes: Processes = None, ray: Ray = None, cpus: Cpus = None, gpus: Gpus = None,
     root: Root = None, download: Download = False,
 ) -> None:  # fmt: skip
@@ -561,12 +565,12 @@ def reproduce(
     if list_ or name is None:
         typer.echo(papers.listing())
         return
-    folder = out or Path("runs") / (f"{name}-full" if full else name)
+    folder = out or Path("runs") / (name + "-full" * full + "-imagenet" * (data is not None))
     given: dict[str, Any] = {
         "full": full, "device": device, "data_root": root, "download": download,
         "progress": Lines(_console(), [], [], _trained_how),
         "seeds": None if seeds is None else seeds_of(seeds), "only": papers.parse_only(only) if only else None,
-        "weights": weights, "images": images, "epochs": epochs, "processes": processes,
+        "weights": weights, "images": images, "data": data, "epochs": epochs, "processes": processes,
         "ray": _cluster(ray, device, cpus, gpus),
     }  # fmt: skip
     if plan:

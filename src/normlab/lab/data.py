@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..engine.messages import nearest
 from .errors import LabError
-from .readers import SOURCES, Format, Images, Parts, find_folder, read_folder
+from .readers import SOURCES, Format, Images, Parts, find_folder, find_imagenet, read_folder
 from .stored import Stored
 from .tasks import Batch, Source
 
@@ -26,9 +26,11 @@ __all__ = ["NAMES", "Data", "Images", "augment", "check_batch", "check_data", "h
 NAMES: dict[str, str] = {name: source.about for name, source in SOURCES.items()} | {
     "folder:PATH": "your own images: train/ and test/ with a folder for each class, or such folders alone",
     "stream:PATH": "the same, decoded while training, in colour: may be larger than memory, and needs a size",
+    "imagenet:PATH": "the same with train/ and val/, cropped at random as ImageNet is; 224 x 224 without a size",
 }
 
 
+_IMAGENET_MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _SEEN = 2000  # images of a streamed folder that its mean and deviation are of
 
 
@@ -37,7 +39,8 @@ class Data(Source):
     """Images to train on and images to test on.
 
     ``mean`` and ``std`` are those of the training pixels in [0, 1], for each channel. ``flip`` says whether a mirrored
-    image keeps its class, ``crop`` by how many pixels random crops pad; 0 is none.
+    image keeps its class, ``crop`` by how many pixels random crops pad; 0 is none. ``zoom`` is for images in files: in
+    training each is a random part of its picture, of any size and place, which no other crop follows.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Data(Source):
     std: tuple[float, ...]
     flip: bool = False
     crop: int = 0
+    zoom: bool = False
 
     def __post_init__(self) -> None:
         for what, (x, y) in (("training", self.train), ("test", self.test)):
@@ -105,6 +109,11 @@ class Data(Source):
         indices = [index.cpu() for index in blocks]
         for x, index in zip(images.x.to(device).stream(indices), indices, strict=True):
             yield Batch(x=x, y=images.y[index.to(images.y.device)].to(device))
+
+    def for_epoch(self, seed: int) -> Data:
+        if not self.zoom or not isinstance(self.train.x, Stored):
+            return self
+        return replace(self, train=Images(self.train.x.cropped(seed), self.train.y))
 
     def _part(self, part: str) -> Images:
         if part not in ("train", "test"):
@@ -245,6 +254,8 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False, s
     """
     if size is not None and size < 1:
         raise LabError(f"size is a number of pixels, at least 1; got {size}")
+    if name.startswith("imagenet:"):
+        return _imagenet(Path(name.removeprefix("imagenet:")), size or 224)
     if name.startswith("stream:"):
         return _streamed(Path(name.removeprefix("stream:")), size)
     if name.startswith("folder:"):
@@ -306,6 +317,11 @@ def _streamed(path: Path, size: int | None) -> Data:
     train, test, classes = find_folder(path, size)
     few = torch.linspace(0, len(train.x) - 1, min(_SEEN, len(train.x))).long()
     return Data(f"stream:{path}", train, test, classes, *mean_std(train.x.only(few)), crop=size // 8)
+
+
+def _imagenet(path: Path, size: int) -> Data:
+    train, test, classes = find_imagenet(path, size)
+    return Data(f"imagenet:{path}", train, test, classes, *_IMAGENET_MEAN_STD, flip=True, zoom=True)
 
 
 def _resized(data: Data, size: int, smooth: bool) -> Data:

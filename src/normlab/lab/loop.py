@@ -15,7 +15,7 @@ numbers of one process, and computes on its rows of them. The first one writes f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 from pathlib import Path
@@ -233,8 +233,31 @@ class _Trainer:
         draw = generator(settings.seed, *purpose, *((again,) if again else ()), device=self.ctx.device)
         size = settings.batch_size
         block = max(1, _BLOCK // (self.ctx.data.size_of_row(part) * size)) * size
-        for rows in self.ctx.data.stream(part, order.split(block), self.ctx.device):
+        data = self.ctx.data
+        data = data.for_epoch(derive(settings.seed, "read", part, epoch, again)) if settings.augment else data
+        for rows in self._read(data, part, order.split(block)):
             yield from self.task.prepare(rows, self.ctx, draw).split(size)
+
+    def _read(self, data: Source, part: str, blocks: Sequence[Tensor]) -> Iterator[Batch]:
+        """The samples of each block. One rank of several reads its own, as far as the task can do without the others:
+        decoding images may take longer than all else.
+        """
+        if self.ranks.world == 1 or not self.task.by_row():
+            yield from data.stream(part, blocks, self.ctx.device)
+            return
+        size = self.ctx.settings.batch_size
+        mine = [
+            torch.cat([
+                rows[share.start : share.stop]
+                for batch in torch.arange(len(block)).split(size) for rows in batch.split(self._part(len(batch)))
+                for share in [self._share(len(rows))]
+            ]).to(block.device)
+            for block in blocks
+        ]  # fmt: skip
+        own = [block[rows] for block, rows in zip(blocks, mine, strict=True)]
+        for found, rows, block in zip(data.stream(part, own, self.ctx.device), mine, blocks, strict=True):
+            at = rows.to(self.ctx.device)
+            yield Batch({k: t.new_zeros(len(block), *t.shape[1:]).index_copy_(0, at, t) for k, t in found.items()})
 
     def _steps(self, epoch: int, order: Tensor) -> Iterator[dict[str, list[Batch]]]:
         """The batches of each step by part. The first phase's part is read once; the others as often as it takes."""
@@ -288,7 +311,7 @@ class _Trainer:
 
     def _step(self, batches: dict[str, list[Batch]]) -> None:
         pieces = {
-            part: [[self._own(piece) for piece in b.split(-(-b.rows // self.ctx.settings.accumulate))] for b in own]
+            part: [[self._own(piece) for piece in b.split(self._part(b.rows))] for b in own]
             for part, own in batches.items()
         }
         for phase, optimizer, settings in zip(
@@ -321,16 +344,24 @@ class _Trainer:
         clip_gradients(optimizer)
         optimizer.step()
 
+    def _part(self, rows: int) -> int:
+        """Rows of the parts that a batch is cut into."""
+        return -(-rows // self.ctx.settings.accumulate)
+
     def _own(self, batch: Batch) -> tuple[Batch, Share]:
-        """This rank's rows of a batch or of a part of it, as pixels.
+        """This rank's rows of a batch or of a part of it, as pixels."""
+        share = self._share(batch.rows)
+        return self._pixels(batch.part(share.start, share.stop)), share
+
+    def _share(self, rows: int) -> Share:
+        """This rank's rows of so many.
 
         A single value has no batch statistics. So a rank that usually has several rows has at least two in the last,
         smaller batch of an epoch, or none.
         """
         settings = self.ctx.settings
-        usual = -(-settings.batch_size // settings.accumulate) // self.ranks.world
-        share = self.ranks.share(batch.rows, least=1 if self.sync else min(2, usual), lend=not self.sync)
-        return self._pixels(batch.part(share.start, share.stop)), share
+        usual = self._part(settings.batch_size) // self.ranks.world
+        return self.ranks.share(rows, least=1 if self.sync else min(2, usual), lend=not self.sync)
 
     def _add(self, phase: Phase, values: dict[str, Tensor], images: int) -> None:
         for name, value in values.items():

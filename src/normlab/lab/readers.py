@@ -341,6 +341,20 @@ def find_folder(path: Path, size: int) -> Parts:
     return Parts(*parts_of_folder(path, "stream", partial(_find_classes, size=size), Images.only))
 
 
+def find_imagenet(path: Path, size: int) -> Parts:
+    """The files of ``train/`` and ``val/``. The latter's images are shown as ImageNet is tested: their shorter side has
+    256 pixels where the square in the middle has 224.
+    """
+    path = path.expanduser()
+    if lacks := [part for part in ("train", "val") if not (path / part).is_dir()]:
+        raise LabError(f"{path} has no folder {lacks[0]}/; imagenet:PATH names one with train/ and val/, and in both a "
+                       "folder of images for each class.")  # fmt: skip
+    (train, classes), (test, others) = (_find_classes(path / part, size) for part in ("train", "val"))
+    _check_same(path, path / "val", classes, others)
+    _check_number(path, classes, "images")
+    return Parts(train, Images(Stored(test.x.files, size, share=224 / 256), test.y), classes)
+
+
 def parts_of_folder(
     path: Path, kind: str, read: Callable[[Path], tuple[Any, tuple[str, ...]]], only: Callable[[Any, Tensor], Any],
     what: str = "images",

@@ -27,19 +27,25 @@ from .errors import LabError
 
 __all__ = ["Stored"]
 
-_PIECE = 16  # images that a worker decodes at once
+_PIECE = 16  # images that a worker decodes at once, at most
 
 
 class Stored:
     """Image files as a tensor, uint8 ``[N, 3, size, size]``: the middle of each, its shorter side scaled to ``size``.
+
+    Of that side, ``share`` is kept. With a ``seed`` images are random crops instead, each by a number of its own.
 
     Has of a tensor what data sets need: length, shape, slices and indices (which decode), ``split`` and ``to``.
     """
 
     dtype = torch.uint8
 
-    def __init__(self, files: Sequence[str], size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, files: Sequence[str], size: int, device: torch.device | str = "cpu", *, share: float = 1.0,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
         self.files, self.size, self.device = list(files), size, torch.device(device)
+        self.share, self.seed = share, seed
 
     def __len__(self) -> int:
         return len(self.files)
@@ -58,12 +64,17 @@ class Stored:
         return False
 
     def to(self, device: torch.device | str, **_: Any) -> Stored:
-        return Stored(self.files, self.size, device)
+        return Stored(self.files, self.size, device, share=self.share, seed=self.seed)
+
+    def cropped(self, seed: int) -> Stored:
+        """The images as random crops."""
+        return Stored(self.files, self.size, self.device, seed=seed)
 
     def only(self, chosen: Tensor) -> Stored:
         """The images at an index or a mask, not decoded yet."""
         index = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
-        return Stored([self.files[i] for i in index.tolist()], self.size, self.device)
+        files = [self.files[i] for i in index.tolist()]
+        return Stored(files, self.size, self.device, share=self.share, seed=self.seed)
 
     def __getitem__(self, at: int | slice | Sequence[int] | Tensor) -> Tensor:
         if isinstance(at, int):
@@ -84,9 +95,9 @@ class Stored:
         try:
             while True:
                 while len(waiting) < 2 and (index := next(left, None)) is not None:
-                    names = [self.files[i] for i in index.tolist()]
-                    pieces = [names[k : k + _PIECE] for k in range(0, len(names), _PIECE)]
-                    waiting.append([_decoders().submit(piece, self.size) for piece in pieces])
+                    workers = _decoders()
+                    size = max(1, min(_PIECE, -(-len(index) // len(workers.workers))))
+                    waiting.append([workers.submit(self._asked(piece)) for piece in index.split(size)])
                 if not waiting:
                     return
                 found = torch.cat([piece.result() for piece in waiting.popleft()])
@@ -96,6 +107,12 @@ class Stored:
         finally:
             for piece in (p for block in waiting for p in block):
                 piece.cancel()
+
+    def _asked(self, index: Tensor) -> dict[str, Any]:
+        """What a worker is told."""
+        numbers = index.tolist()
+        seeds = [None if self.seed is None else self.seed + i for i in numbers]
+        return {"files": [self.files[i] for i in numbers], "size": self.size, "share": self.share, "seeds": seeds}
 
 
 class _Decoders:
@@ -116,15 +133,18 @@ class _Decoders:
         return subprocess.Popen([sys.executable, "-P", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                 env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
 
-    def submit(self, files: Sequence[str], size: int) -> Future[Tensor]:
-        return self.pool.submit(self._decode, files, size)
+    def submit(self, asked: dict[str, Any]) -> Future[Tensor]:
+        return self.pool.submit(self._decode, asked)
 
-    def _decode(self, files: Sequence[str], size: int) -> Tensor:
+    def _decode(self, asked: dict[str, Any]) -> Tensor:
+        files, size = asked["files"], asked["size"]
+        if not files:
+            return torch.empty(0, 3, size, size, dtype=torch.uint8)
         worker = self.idle.get()
         try:
             assert worker.stdin is not None and worker.stdout is not None
             try:
-                worker.stdin.write(json.dumps({"files": list(files), "size": size}).encode() + b"\n")
+                worker.stdin.write(json.dumps(asked).encode() + b"\n")
                 worker.stdin.flush()
                 length = int.from_bytes(worker.stdout.read(8), "little", signed=True)
                 content = worker.stdout.read(abs(length))
@@ -155,14 +175,25 @@ _known: _Decoders | None = None
 
 
 def _decoders() -> _Decoders:
-    """The workers of this process, as many as it has threads: of several runs at once each has its share of cores."""
+    """The workers of this process, as many as it has threads: of several runs at once each has its share of cores.
+
+    Torchrun gives a process one thread, and here its share of the machine's cores.
+    """
+    from .workers import cores
+
     global _known
     if _known is not None and any(worker.poll() is not None for worker in _known.workers):
         close()  # one was killed
     if _known is None:
-        _known = _Decoders(max(1, torch.get_num_threads()))
+        share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or cores() + 1)
+        _known = _Decoders(max(1, torch.get_num_threads(), share))
         atexit.register(close)
     return _known
+
+
+def workers() -> int:
+    """How many processes decode for this one."""
+    return len(_decoders().workers)
 
 
 def close() -> None:

@@ -50,7 +50,8 @@ def listing() -> str:
     lines = [f"{'name':{names}}  minutes  what"]
     for e in known:
         instead = f" (not the paper's setting: {e.instead})" if e.instead else ""
-        texts = (("", e.what), ("default: ", e.default), ("--full:  ", e.full + instead))
+        texts = [("", e.what), ("default: ", e.default), ("--full:  ", e.full + instead)]
+        texts += [("--full --data imagenet:PATH: ", e.imagenet)] if e.imagenet else []
         own = [line for what, text in texts for line in wrap(what + text, width, subsequent_indent=" " * len(what))]
         lines.append(f"{e.name:{names}}  {e.minutes:7g}  {own[0]}")
         lines += [f"{'':{names}}  {'':7}  {line}" for line in own[1:]]
@@ -70,6 +71,7 @@ def run(
     only: Mapping[str, str] | None = None,
     weights: str | Path | None = None,
     images: str | Path | None = None,
+    data: str | None = None,
     capture: bool | None = None,
     epochs: int | None = None,
     processes: int | None = None,
@@ -85,6 +87,8 @@ def run(
             one folder, with the same or with different choices. Each skips the cells that another works on.
         weights, images: folders of pretrained weights and of ImageNet's validation images, for the entries that need
             them.
+        data: ``imagenet:PATH``, a folder with ImageNet's ``train/`` and ``val/``: at the paper's scale, the tables that
+            are of ImageNet are trained on it.
         capture: replay training steps as CUDA graphs, by default on CUDA. It changes the time and no number.
         epochs: epochs to train instead of the scale's. Milestones move in proportion, and the comparison says so.
         processes: how many cells to train at once, on all GPUs if there are several.
@@ -92,8 +96,8 @@ def run(
     """
     entry, ctx = _asked(
         name, folder, full=full, device=device, data_root=data_root, download=download, progress=progress, seeds=seeds,
-        only=only, weights=weights, images=images, capture=capture, epochs=epochs, processes=processes, ray=ray,
-        scale=scale,
+        only=only, weights=weights, images=images, data=data, capture=capture, epochs=epochs, processes=processes,
+        ray=ray, scale=scale,
     )  # fmt: skip
     outcome = entry.run(ctx)
     if only:
@@ -118,7 +122,7 @@ def _asked(
     name: str, folder: str | Path, *, full: bool = False, device: str | None = None,
     data_root: str | Path | None = None, download: bool = False, progress: Watcher | None = None,
     seeds: int | Sequence[int] | None = None, only: Mapping[str, str] | None = None, weights: str | Path | None = None,
-    images: str | Path | None = None, capture: bool | None = None, epochs: int | None = None,
+    images: str | Path | None = None, data: str | None = None, capture: bool | None = None, epochs: int | None = None,
     processes: int | None = None, ray: str | Cluster | None = None, scale: Scale | None = None,
 ) -> tuple[Entry, Context]:  # fmt: skip
     known = entries()
@@ -129,17 +133,30 @@ def _asked(
         None if device is None or device == "auto" else str(device), None if data_root is None else Path(data_root),
         download, progress,
         tuple(range(seeds)) if isinstance(seeds, int) else None if seeds is None else tuple(seeds), dict(only or {}),
-        None if weights is None else Path(weights), None if images is None else Path(images), capture, epochs,
+        None if weights is None else Path(weights), None if images is None else Path(images), data, capture, epochs,
         processes, None if ray is None else cluster_for(ray, device, processes), name,
     )  # fmt: skip
     if epochs is not None and epochs < 1:
         raise LabError(f"epochs={epochs} trains nothing; expected 1 or more")
     check_processes(processes)
+    if data is not None:
+        _check_data(known[name], ctx)
     return known[name], ctx
 
 
+def _check_data(entry: Entry, ctx: Context) -> None:
+    """Refuse data that the entry does not train on."""
+    if not entry.imagenet:
+        having = words([e.name for e in entries().values() if e.imagenet])
+        raise LabError(f"{entry.name} takes no --data; {having} do.")
+    if not (ctx.data or "").startswith("imagenet:"):
+        raise LabError(f"--data is imagenet:PATH, a folder with ImageNet's train/ and val/; got {ctx.data!r}.")
+    if ctx.scale == "default":
+        raise LabError(f"{entry.name} trains on --data at the paper's scale; give --full too.")
+
+
 def _judged(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
-    instead = entry.instead if outcome.instead is None else outcome.instead
+    instead = "" if ctx.data else entry.instead if outcome.instead is None else outcome.instead
     why = incomparable(entry, ctx.scale, ctx.usual, {ctx.epochs} if ctx.epochs else ctx.usual, instead)
     return replace(outcome, instead=instead, judged=judge(outcome.comparisons, why))
 
@@ -183,6 +200,7 @@ def _written(entry: Entry, ctx: Context, outcome: Outcome) -> Outcome:
         title=entry.source,
         command=f"normlab reproduce {entry.name}"
         + (" --full" if ctx.scale == "full" else "")
+        + (f" --data {ctx.data}" if ctx.data else "")
         + (f" --epochs {ctx.epochs}" if ctx.epochs else ""),
     )
     return replace(outcome, report=page)

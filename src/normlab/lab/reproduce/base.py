@@ -49,6 +49,7 @@ class Context:
     only: Mapping[str, str] = field(default_factory=dict)
     weights: Path | None = None  # of pretrained models
     images: Path | None = None  # of ImageNet's validation set
+    data: str | None = None  # imagenet:PATH, for entries that can train on it
     capture: bool | None = None  # CUDA graphs; None: on CUDA
     epochs: int | None = None  # in place of those of the scale
     processes: int | None = None  # cells that are trained at once; None: one
@@ -113,6 +114,7 @@ class Entry:
     full: str  # the paper's scale in words
     run: Callable[[Context], Outcome]
     instead: str = ""  # what the full scale has in place of the paper's setting, so that levels cannot be compared
+    imagenet: str = ""  # what the full scale trains with --data imagenet:PATH, if it can
 
 
 # --- ours beside the paper's ----------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from ..errors import LabError
 from ..results import plain
 from ..settings import Settings, parse
 from ..store import read_log
+from ..stored import Stored, workers
+from ..torchrun import led
 from ..watcher import Watcher
 from .base import Context, Entry, Unplanned, planning
 
@@ -24,7 +26,7 @@ _SECONDS = 3.0  # that steps are timed for
 _WARM = 4  # steps before: they compile, or capture a graph
 _SAME = {
     "seed": 0, "norm": "batch", "lr": 0.1, "weight_decay": 0.0, "epochs": 1, "schedule": "constant", "milestones": (),
-    "warmup": 0,
+    "warmup": 0, "sync_norm": False,
 }  # fmt: skip
 
 
@@ -68,11 +70,12 @@ class Part:
     seconds: float | None = None  # of an epoch
     disk: int | None = None  # bytes of a run's weights
     why: str = ""  # why it was not timed
+    speed: str = ""  # images a second, where they are read from files
 
     def __str__(self) -> str:
         said = f"{self.what}: {self.runs} run{'s' * (self.runs != 1)}, {self.left} to do, {self.epochs:,} epochs"
         if self.seconds is not None:
-            said += f" of {self.seconds:.3g} s"
+            said += f" of {self.seconds:.3g} s{self.speed}"
         return said + (f" (not timed: {self.why})" if self.why else "")
 
 
@@ -108,6 +111,9 @@ def _minutes(value: float) -> str:
 
 def plan(entry: Entry, ctx: Context) -> Plan:
     """What an entry would train in the context's folder. A few steps of each network are run to time them."""
+    if led().world > 1:
+        raise LabError("--plan times training on one device; give the command without torchrun, and divide its hours "
+                       "by the number of devices.")  # fmt: skip
     with TemporaryDirectory() as scratch:
         own = replace(ctx, folder=Path(scratch), planned={}, asked=[], usual=set())
         also = ""
@@ -142,14 +148,16 @@ def _part(ctx: Context, cells: Sequence[Settings], device: torch.device) -> Part
     if not left:
         return part
     try:
-        seconds, disk = _timed(ctx, left[0], device)
+        seconds, disk, speed = _timed(ctx, left[0], device)
     except LabError as error:
         return replace(part, why=str(error))
-    return replace(part, seconds=seconds, disk=disk)
+    return replace(part, seconds=seconds, disk=disk, speed=speed)
 
 
-def _timed(ctx: Context, settings: Settings, device: torch.device) -> tuple[float, int]:
-    """Seconds of an epoch's steps, and bytes of the weights that a run keeps: the best, and a state to resume from."""
+def _timed(ctx: Context, settings: Settings, device: torch.device) -> tuple[float, int, str]:
+    """Seconds of an epoch's steps, bytes of the weights that a run keeps (the best, and a state to resume from), and of
+    images in files how many are read and trained on in a second.
+    """
     from ..loop import fit
     from ..study import build_model, load_data
 
@@ -158,15 +166,30 @@ def _timed(ctx: Context, settings: Settings, device: torch.device) -> tuple[floa
     held = _bytes(t for t in model.state_dict().values() if isinstance(t, torch.Tensor))
     disk = (3 if settings.ema else 2) * held
     disk += _bytes(model.parameters()) * (1 if settings.optimizer == "sgd" else 2)
-    start = time.perf_counter()
+    start, speed = time.perf_counter(), ""
     try:
         history: Any = fit(model, data, settings.with_(epochs=max(settings.epochs, 2)), progress=clock, device=device)
-        return min(line["seconds"] for line in history.epochs), disk  # it was shorter than the clock
+        seconds = min(line["seconds"] for line in history.epochs)  # it was shorter than the clock
     except _Enough:
         assert clock.seconds is not None
-        return clock.seconds * clock.steps, disk
+        seconds = clock.seconds * clock.steps
     finally:
         ctx.say(f"{settings.model} with {plain(settings.norm)}: timed in {time.perf_counter() - start:.0f} s")
+
+    if (images := getattr(getattr(data, "train", None), "x", None)) is not None and isinstance(images, Stored):
+        read = _read_alone(data.for_epoch(0).train.x)
+        speed = f", {len(images) / seconds:.0f} images a second; {read:.0f} are decoded by {workers()} at once"
+    return seconds, disk, speed
+
+
+def _read_alone(images: Stored) -> float:
+    """Images a second that are decoded while nothing else is done."""
+    number, start = 0, None
+    for block in images.stream(torch.arange(1 << 20).remainder(len(images)).split(256)):
+        start, number = start or time.perf_counter(), number + (len(block) if start else 0)
+        if time.perf_counter() - start > _SECONDS:
+            break
+    return number / (time.perf_counter() - (start or 0))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -127,6 +127,12 @@ class Source:
         """:meth:`rows` of one block after the other, read ahead if that takes time."""
         return (self.rows(part, index, device) for index in blocks)
 
+    def for_epoch(self, seed: int) -> Source:
+        """The source as an epoch reads it, for samples that are changed at random as they are read: ``seed`` is its own
+        for each epoch. Not called where settings say ``augment = false``.
+        """
+        return self
+
     def size_of_row(self, part: str) -> int:
         """Values in a sample. Samples are made in blocks of so many values at once."""
         return max(1, sum(t.numel() for t in self.rows(part, torch.zeros(1, dtype=torch.int64), _CPU).values()))
@@ -283,6 +289,12 @@ class Task:
         This runs outside captured steps, on many samples at once. Images may stay bytes: steps get pixels.
         """
         return batch
+
+    def by_row(self) -> bool:
+        """Whether :meth:`prepare` changes each sample by itself. Each of several processes then reads only the samples
+        that it computes on, and the others are zero.
+        """
+        return False
 
     def phases(self, model: nn.Module, ctx: Context) -> list[Phase]:
         return [Phase("model", model, self.step)]

@@ -14,7 +14,7 @@ from ...analysis import importance_by_part
 from ...report.view import Comparison, ComparisonRow
 from ...tasks.detection.networks import PARTS as OF_DETECTORS
 from ..base import Context, Entry, Outcome, compared, save_figure
-from ..batch_sizes import Workers, base, run_sizes
+from ..batch_sizes import IMAGENET, Workers, base, run_sizes
 from ..grid import Case, Cells, Column, Grid, run_grid, settings_for
 from ..outcomes import joined, missing
 from . import style
@@ -127,12 +127,17 @@ def _figure_7(ctx: Context) -> Outcome:
     sizes = [
         Workers(*pair) for pair in ctx.pick(default=((4, 16), (4, 2)), full=((8, 32), (8, 2)), smoke=((2, 8), (2, 2)))
     ]
-    settings = base(ctx).with_(**ctx.pick(default={"model": "resnet20", "width": 8, "size": 14, "epochs": 6}, full={},
-                                          smoke={"model": "resnet8", "width": 4, "size": 14}))  # fmt: skip
+    settings = base(ctx)
+    if not ctx.data:
+        small = {"model": "resnet20", "width": 8, "size": 14, "epochs": 6}
+        tiny = {"model": "resnet8", "width": 4, "size": 14}
+        settings = settings.with_(**ctx.pick(default=small, full={}, smoke=tiny))
     cells = run_sizes(ctx, settings, {"SN": "switchable"}, sizes, ctx.seed_list(default=1, full=3))
     note = (
-        "ResNet-20 on CIFAR-10 in place of ResNet-50 on ImageNet: 19 layers of switchable norm in place of 53, whose "
-        "shortcuts have none."
+        IMAGENET.format(data=ctx.data, epochs=100)
+        if ctx.data
+        else "ResNet-20 on CIFAR-10 in place of ResNet-50 on ImageNet: 19 layers of switchable norm in place of 53, "
+        "whose shortcuts have none."
         if ctx.scale == "full"
         else "Default scale: a narrow ResNet-20 on 2,000 digits at 14 x 14 pixels, 6 epochs, in place of ResNet-50 on "
         "ImageNet. --full trains ResNet-20 on CIFAR-10."
@@ -255,7 +260,7 @@ ENTRIES = (
           "paintings/, 1 seed", _figure_1, instead="small networks, or the data that --root has"),
     Entry("switchable-fig7", "importance weights by layer at two batch sizes", f"{PAPER}, Figure 7",
           "a narrow ResNet-20 on 2,000 digits, 6 epochs, 1 seed", 2, "ResNet-20 on CIFAR-10, 30 epochs, 3 seeds",
-          _figure_7, instead="ResNet-20 on CIFAR-10 for ResNet-50 on ImageNet"),
+          _figure_7, "ResNet-20 on CIFAR-10 for ResNet-50 on ImageNet", "ResNet-50, 100 epochs, 3 seeds"),
     Entry("switchable-fig9", "importance weights by layer on two data sets with masks", f"{PAPER}, Figure 9",
           "an FCN of 14 layers on scenes of two kinds of digits, 6 epochs, 1 seed", 2,
           "FCN with ResNet-50 on ade20k/ and cityscapes/ of --root, 80 epochs, 3 seeds", _figure_9,

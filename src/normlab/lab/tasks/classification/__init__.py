@@ -70,6 +70,9 @@ class Recipe(Task):
 
         return batch.with_(x=augment(batch.x, ctx.data, generator)) if ctx.settings.augment else batch
 
+    def by_row(self) -> bool:
+        return type(self).prepare is Recipe.prepare
+
     def measurement(self, text: str) -> Measurement:
         from ...evaluate import parse
 
