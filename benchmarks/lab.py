@@ -94,13 +94,13 @@ def corruptions(device: str) -> list[dict]:
     return [*rows, {"what": "19 corruptions, 5 severities, 10,000 images", "norm": "", "seconds": round(total, 1)}]
 
 
-def best_of(rounds: int, call: Callable[[], Any]) -> float:
+def best_of(rounds: int, call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """The least seconds of several rounds: what else runs on the machine only adds to it."""
     found = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = clock()
         call()
-        found.append(time.perf_counter() - start)
+        found.append(clock() - start)
     return round(min(found), 3)
 
 
@@ -121,6 +121,8 @@ def decoding() -> list[dict]:
             made[:16]  # starts the process
             row = {"what": f"256 photographs of 500 x 375 decoded to {what} of 224 by one process", "norm": ""}
             rows.append(row | {"seconds": best_of(25, lambda made=made: made[:])})
+        taken = best_of(25, lambda: whole[:], time.process_time)
+        rows.append({"what": "256 photographs collected by the process that trains", "norm": "", "seconds": taken})
         stored.close()
     return rows
 
