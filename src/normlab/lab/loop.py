@@ -9,7 +9,7 @@ Nothing in a step waits for the device. Sums stay on the device and are read onc
 prepared for many batches at once. Learning rates are tensors, so that a captured step can follow a schedule.
 
 Several processes may share a run (:mod:`normlab.lab.ranks`). Each makes the images of whole batches, with the random
-numbers of one process, and computes on its rows of them. The first one writes files, reports progress and tests.
+numbers of one process, and computes on its rows of them. They also share the tests. The first one writes and reports.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,12 @@ from ..engine.backends import backend
 from ..engine.messages import check_model, nearest
 from ..engine.numerics import widest
 from ..layers import Norm
-from ..model.calibrate import averaging, calibrate, estimate, running_values, tracking
+from ..model.calibrate import alone, averaging, calibrate, estimate, running_values, tracking
 from ..model.parameter_groups import clip_gradients
 from .errors import LabError
 from .optimizers import learning_rate
 from .quick import Captured, Halves, fused
-from .ranks import ALONE, Ranks, Share
+from .ranks import ALONE, Ranks, Share, tests_depend_on_batches
 from .run_state import History, RunState
 from .seeds import derive, generator, rows_of
 from .store import finite
@@ -94,7 +95,7 @@ def fit(
     if settings.channels_last:
         for t in (*model.parameters(), *model.buffers()):
             t.data = _channels_last(t.data)
-    ctx = Context(settings, data, device, generator(settings.seed, "step", device=device))
+    ctx = Context(settings, data, device, generator(settings.seed, "step", device=device), ranks=ranks)
     captured = settings.capture and task.captures and device.type == "cuda" and ranks.world == 1
     several = backend(launches="several") if captured else nullcontext()
     with arithmetic(settings.precision), _own_random_numbers(device), several:
@@ -142,7 +143,11 @@ class _Trainer:
         self.model, self.task, self.ctx, self.ranks = state.model, state.task, state.ctx, state.ranks
         ctx, settings = state.ctx, state.ctx.settings
         self.trained = fused(self.model, self.task, ctx) if self.ranks.world == 1 else self.model
-        self.halves = Halves(self.trained) if settings.precision == "bf16" else None
+        self.half = settings.precision == "bf16"
+        # Not with several ranks, which send the gradient of a weight as soon as it is there. Autocast then casts for
+        # each use: what it cast under no_grad and kept would give a later use no gradient.
+        self.caches = self.ranks.world == 1
+        self.halves = Halves(self.trained) if self.half and self.caches else None
         self.ema_weight = torch.zeros((), device=ctx.device)  # 1 - decay, for this step
         self.sums: dict[str, tuple[Tensor, str]] = {}  # by the name in the log; of which phase
         # Steps with several ranks are not captured: if one rank failed to capture, the others would wait for ever.
@@ -199,11 +204,14 @@ class _Trainer:
             self.ranks.average_statistics(self.model)
         tested = self._tested_model(epoch)
         tested.eval()
-        return self.ranks.given(lambda: finite(line | self._tests(tested, rates[0], start)))
+        together = self.task.tests_together and not tests_depend_on_batches(tested)
+        ctx = self.ctx if together else replace(self.ctx, ranks=ALONE)
+        with nullcontext() if self.ranks.world == 1 else alone():
+            found = dict(self.task.evaluate(tested, ctx)) if together or self.ranks.first else {}
+        return self.ranks.given(lambda: finite(line | self._about(tested, found, rates[0], start)))
 
-    def _tests(self, tested: nn.Module, lr: float, start: float) -> dict[str, Any]:
-        """The part of an epoch's line that is not summed over its steps."""
-        found: dict[str, Any] = dict(self.task.evaluate(tested, self.ctx))
+    def _about(self, tested: nn.Module, found: dict[str, Any], lr: float, start: float) -> dict[str, Any]:
+        """The part of an epoch's line that is not summed over its steps; ``found`` is what its tests found."""
         weights = importance(tested)
         if self.ctx.device.type == "cuda":
             torch.cuda.synchronize(self.ctx.device)
@@ -327,18 +335,18 @@ class _Trainer:
     ) -> None:
         """One step of one optimizer, on the parts of a batch."""
         n = sum(share.whole for _, share in parts)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.zero_grad(set_to_none=True)
-        for part, share in parts:
+        for k, (part, share) in enumerate(parts):
             with nullcontext() if self.halves is None else self.halves.used():
                 with (
-                    torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self.halves is not None),
+                    torch.autocast(self.ctx.device.type, torch.bfloat16, enabled=self.half, cache_enabled=self.caches),
                     rows_of(share.start, share.stop, share.whole),
                 ):
                     values = _scalars(phase.compute(self.trained, part, self.ctx))
-                (values["loss"] * (share.images / n)).backward()
+                with self.ranks.summing_gradients(own) if k == len(parts) - 1 else nullcontext():
+                    (values["loss"] * (share.images / n)).backward()
             self._add(phase, values, share.images)
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        self.ranks.sum_gradients(own)
         if settings.clip:
             nn.utils.clip_grad_norm_(own, settings.clip, foreach=True)
         clip_gradients(optimizer)
@@ -416,9 +424,9 @@ class _Trainer:
 
         with self.ranks.synced(tested, self.sync):
             if self.state.averaged is None:
-                estimate(tested, layers, loader, show)
+                estimate(tested, layers, loader, show, self.ranks.all)
             else:
-                estimate_statistics(tested, loader, show)
+                estimate_statistics(tested, loader, show, self.ranks.all)
         if not self.sync:
             self.ranks.average_statistics(tested)
         return tested
@@ -447,7 +455,10 @@ def _check_number(ctx: Context, part: str) -> None:
 
 
 def estimate_statistics(
-    model: nn.Module, loader: Iterable[Any], show: Callable[[nn.Module, Any], None] | None = None
+    model: nn.Module,
+    loader: Iterable[Any],
+    show: Callable[[nn.Module, Any], None] | None = None,
+    process_group: Any = None,
 ) -> None:
     """Estimate the running statistics of ``model`` under its present weights, for layers of torch or of normlab.
 
@@ -455,9 +466,9 @@ def estimate_statistics(
     """
     moving = [m for m in tracking(model) if not isinstance(m, Norm) or m.policy.update]  # frozen ones stay
     if moving and show is not None:
-        estimate(model, moving, loader, show)
+        estimate(model, moving, loader, show, process_group)
     elif moving:
-        calibrate(model, loader)
+        calibrate(model, loader, process_group=process_group)
 
 
 @contextmanager

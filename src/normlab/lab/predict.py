@@ -24,6 +24,8 @@ from .attacks import as_found
 from .data import pixels
 from .errors import LabError, NotFinite, warn
 from .mixing import branches_of, mixed_branches, pair_of
+from .ranks import ALONE, Ranks
+from .seeds import rows_of
 
 if TYPE_CHECKING:
     from .data import Data
@@ -66,8 +68,9 @@ def score_under(
     *,
     top: int = 1,
     seen: Callable[[int, Tensor], None] = lambda first, x: None,
+    ranks: Ranks = ALONE,
 ) -> Score:
-    """Accuracy and loss after a change of the images."""
+    """Accuracy and loss after a change of the images. ``ranks`` share every batch, each with its rows of the draws."""
     if not len(y):
         raise LabError("there are no images to measure on")
     device = device_of(model)
@@ -75,14 +78,19 @@ def score_under(
     first = 0
     with torch.no_grad(), as_found(model):
         for part, labels in _batches(x, y, device, batch_size):
-            images = part if change is None else change(part, labels)
+            share = ranks.share(len(labels))
+            own = slice(share.start, share.stop)
+            part, labels = part[own], labels[own]
+            with rows_of(share.start, share.stop, share.whole):
+                images = part if change is None else change(part, labels)
             logits = logits_of(model, images)
             right, lost = among(logits, labels, top).sum(), (~answered(logits)).sum()
             loss = F.cross_entropy(logits, labels, reduction="sum")
-            sums += torch.stack([right.to(sums), loss.to(sums), lost.to(sums)])
-            seen(first, images)
-            first += len(labels)
-    right, loss, lost = sums.tolist()
+            if share.images:
+                sums += torch.stack([right.to(sums), loss.to(sums), lost.to(sums)])
+            seen(first + share.start, images)
+            first += share.whole
+    right, loss, lost = ranks.sum(sums).tolist()
     tell_unanswered(model, int(lost), len(y))
     return Score(100 * right / len(y), loss / len(y))
 

@@ -4,7 +4,7 @@ Each process (a rank) takes its part of the rows of a batch and weighs its loss 
 So a step is, up to rounding, the step of one process with the whole batch, if samples do not depend on each other.
 Batch statistics are each rank's own unless they are synchronized.
 
-Gradients are summed here, after backward, and not by ``DistributedDataParallel``. Its hooks do not allow, or need
+Gradients are summed here while backward runs, and not by ``DistributedDataParallel``. Its hooks do not allow, or need
 settings for, a step that runs the model several times, skips the parameters of another branch, or differentiates
 through the model in an attack.
 """
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from ..layers import Norm
 from ..model.sync import sync, unsync
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
 
     from .settings import Settings
 
-__all__ = ["ALONE", "Ranks", "Share", "joined", "started_by_torchrun"]
+__all__ = ["ALONE", "Ranks", "Share", "joined", "started_by_torchrun", "tests_depend_on_batches"]
 
 T = TypeVar("T")
 # The others wait while the first measures or loads, however long. If a rank ends, its connection breaks.
 _PATIENCE = timedelta(days=30)
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # bytes of gradients that are sent at once
 
 
 class Share(NamedTuple):
@@ -56,6 +58,7 @@ class Ranks:
     world: int = 1
     local: int = 0  # among those of this machine
     waiting: ProcessGroup | None = None  # gloo, to wait on the host
+    gradients: ProcessGroup | None = None  # of their own: layers exchange statistics in the same backward pass
 
     @property
     def mark(self) -> tuple[int, ...]:
@@ -66,6 +69,11 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is the one that writes, prints and measures."""
         return self.rank == 0
+
+    @property
+    def all(self) -> ProcessGroup | None:
+        """The group of all ranks; None alone."""
+        return dist.group.WORLD if self.world > 1 else None
 
     def share(self, rows: int, *, least: int = 1, lend: bool = True) -> Share:
         """This rank's rows of a batch; ranks differ by one row at most.
@@ -126,22 +134,58 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
-    @torch.no_grad()
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over the ranks, by one exchange for each dtype.
+    def gathered(self, own: list[T], device: torch.device | str = "cpu") -> list[T]:
+        """The lists of all ranks, one after the other, with the tensors in them on ``device``."""
+        if self.world == 1:
+            return own
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, _on(own, "cpu"), group=self.waiting)
+        return [_on(item, device) for part in found for item in part]
 
-        A parameter that a step does not reach (the other branch's) has no gradient on any rank, and keeps none.
+    @contextmanager
+    def summing_gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Around the last backward pass of a step. Afterwards gradients are the sums over the ranks.
+
+        Parameters are in buckets, the last ones first, because backward reaches them first. A bucket is sent as soon
+        as its gradients are there and those before it were sent, so every rank sends them in the same order. What a
+        step does not reach (another branch's) has no gradient on any rank: it counts as zeros, and keeps none.
         """
         if self.world == 1:
+            yield
             return
-        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-        for p in parameters:
-            by_type.setdefault(p.dtype, []).append(p)
-        for same in by_type.values():
-            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-            flat = self.sum(torch.cat([g.reshape(-1) for g in own]))
-            for g, total in zip(own, flat.split([g.numel() for g in own]), strict=True):
-                g.copy_(total.view(g.shape))
+        buckets = _buckets([p for p in parameters if p.requires_grad])
+        place: dict[Tensor, int] = {p: k for k, bucket in enumerate(buckets) for p in bucket}
+        missing: list[set[Tensor]] = [set(bucket) for bucket in buckets]
+        sent: list[tuple[Tensor, Any]] = []
+
+        @torch.no_grad()
+        def send() -> None:
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in buckets[len(sent)]]
+            flat = torch.cat([g.reshape(-1) for g in own])
+            sent.append((flat, dist.all_reduce(flat, group=self.gradients, async_op=True)))
+
+        def arrived(p: Tensor) -> None:
+            if p not in missing[place[p]]:
+                raise LabError("a parameter got its gradient twice in a backward pass, after it was sent to the other "
+                               "processes; give checkpoint() use_reentrant=False.")  # fmt: skip
+            missing[place[p]].remove(p)
+            while len(sent) < len(buckets) and not missing[len(sent)]:
+                send()
+
+        hooks = [p.register_post_accumulate_grad_hook(arrived) for p in place]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        while len(sent) < len(buckets):
+            send()
+        with torch.no_grad():
+            for bucket, (flat, work) in zip(buckets, sent, strict=True):
+                work.wait()
+                for p, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                    if p.grad is not None:
+                        p.grad.copy_(total.view(p.shape))
 
     @torch.no_grad()
     def average_statistics(self, model: nn.Module) -> None:
@@ -245,11 +289,41 @@ def joined() -> Iterator[Ranks]:
         gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
         if local < gpus:
             torch.cuda.set_device(local)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+        from torch.distributed.distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
+        store, rank, world = next(rendezvous("env://"))
+        # torchrun keeps its store when it starts the processes again, with the addresses of those that are gone.
+        begun = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {world}"
+        store = PrefixStore(begun, store)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store, rank=rank, world_size=world)
     waiting: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    yield Ranks(dist.get_rank(), dist.get_world_size(), local, waiting)
+    yield Ranks(dist.get_rank(), dist.get_world_size(), local, waiting, dist.new_group())  # type: ignore[arg-type]
     if not theirs:
         dist.destroy_process_group()
+
+
+def _on(values: Any, device: torch.device | str) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(device), values)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in the order of backward, cut where dtype or device changes; the first is small, and goes early."""
+    found: list[list[nn.Parameter]] = []
+    left = 0
+    for p in reversed(dict.fromkeys(parameters)):
+        size = p.numel() * p.element_size()
+        if not found or left < size or (found[-1][0].dtype, found[-1][0].device) != (p.dtype, p.device):
+            left = _BUCKET if found else _FIRST_BUCKET
+            found.append([])
+        found[-1].append(p)
+        left -= size
+    return found
+
+
+def tests_depend_on_batches(model: nn.Module) -> bool:
+    """Whether a layer takes statistics over the batch in evaluation mode too: then no process can test a part alone."""
+    return any(_over_batch(m) and not getattr(m, "track_running_stats", True) for m in model.modules())
 
 
 def _over_batch(module: nn.Module) -> bool:

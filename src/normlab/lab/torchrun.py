@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
+from ..model.calibrate import alone
 from .data import Data
 from .ranks import ALONE, Ranks, joined
 from .readers import Images
@@ -83,8 +84,8 @@ def lead(ranks: Ranks, command: Callable[[], Any]) -> Any:
         with joined() as ranks:
             lead(ranks, lambda: compare(["none", "batch"]))
 
-    A command must not exchange anything with the others by itself, as :func:`normlab.calibrate` would. After an error
-    inside of a training they are in an exchange, which fails when this process is gone.
+    The first rank is alone in what it does beside training: :func:`normlab.calibrate` then takes its own data. After an
+    error inside of a training the others are in an exchange, which fails when this process is gone.
     """
     global _team
     if ranks.world == 1:
@@ -93,7 +94,8 @@ def lead(ranks: Ranks, command: Callable[[], Any]) -> Any:
         return follow(ranks)
     _team = team = _Team(ranks)
     try:
-        return command()
+        with alone():
+            return command()
     finally:
         _team = None
         if not team.busy:
@@ -132,7 +134,7 @@ def run(command: Callable[[], Any], words: Words) -> NoReturn:
             store = _store()
             code = lead(ranks, code_of) or 0
     except BaseException as error:
-        said = words(error)
+        said = words(error) or _left(error)
         code = 1 if said is None else said[1]
         if (theirs := _said_by_another(store)) is not None:
             code = theirs
@@ -148,6 +150,12 @@ def run(command: Callable[[], Any], words: Words) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit()
+
+
+def _left(error: BaseException) -> tuple[str, int] | None:
+    """What to say where an exchange broke because another process is gone."""
+    broken = isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+    return ("normlab: the connection to another process broke; see which one ended, and why.", 1) if broken else None
 
 
 def _store() -> Any:

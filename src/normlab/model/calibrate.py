@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Tracking: TypeAlias = Norm | _BatchNorm
+
+_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 class Observer:
@@ -227,13 +230,23 @@ def estimate(
         for module, mode in modes:
             module.training = mode
     group = process_group
-    if group is None and dist.is_available() and dist.is_initialized():
+    if group is None and not _ALONE.get() and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     device = layers[0].get_buffer("running_mean").device
     if not (seen if group is None else int(sum_over_ranks(torch.tensor([seen], device=device), group))):
         raise ValueError("the loader gave no batch, so there is nothing to calibrate with")
     for layer, observer in zip(layers, observers, strict=True):
         _write(layer, observer, group)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process calibrates by itself unless it names a group: the others make no such call."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
 
 
 def _default_forward(model: nn.Module, batch: Any) -> Any:

@@ -223,7 +223,7 @@ class _Given(nn.Module):
 
 def published_fid(real: Moments, fake: Moments) -> float:
     """The Frechet distance as torchmetrics computes it, from its sums."""
-    metric = torchmetrics("image.fid").FrechetInceptionDistance(feature=_Given(len(real.mean)))
+    metric = torchmetrics("image.fid").FrechetInceptionDistance(feature=_Given(len(real.mean)), sync_on_compute=False)
     metric = metric.set_dtype(torch.float64).to(real.mean.device)
     for name, (mean, cov, n) in (("real", real), ("fake", fake)):
         setattr(metric, f"{name}_features_sum", mean * n)
@@ -243,7 +243,9 @@ def published_inception_score(logits: Tensor, splits: int = 10) -> tuple[float, 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.filterwarnings("ignore", message="Metric `InceptionScore` will save all extracted features")
         warnings.filterwarnings("ignore", message=r"std\(\)")  # one part has none
-        metric = torchmetrics("image.inception").InceptionScore(feature=_Given(logits.shape[1]), splits=splits)
+        metric = torchmetrics("image.inception").InceptionScore(
+            feature=_Given(logits.shape[1]), splits=splits, sync_on_compute=False
+        )
         metric.update(logits)
         torch.manual_seed(0)
         mean, deviation = metric.compute()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ...engine.messages import nearest, words
 from ..errors import LabError
+from ..ranks import ALONE, Ranks
 from ..settings import Option
 
 if TYPE_CHECKING:
@@ -159,11 +160,20 @@ class Context:
     device: torch.device
     generator: torch.Generator  # on the device, for draws of the step itself; new for each epoch
     state: dict[str, Any] = field(default_factory=dict)  # what start_epoch() leaves for order() and the steps
+    ranks: Ranks = ALONE  # the processes that share a step, and evaluate() of a task with tests_together
 
-    def batches(self, part: str = "test", size: int = 250) -> Iterator[Batch]:
-        """A part in its order, on the device, images as pixels: to evaluate on."""
-        everything = torch.arange(self.data.number(part))
-        return map(pixels, self.data.stream(part, everything.split(size), self.device))
+    def batches(self, part: str = "test", size: int = 250, *, shared: bool = False) -> Iterator[Batch]:
+        """A part in its order, on the device, images as pixels: to evaluate on. ``shared``: this process's share of it.
+
+        ``ctx.ranks.sum(tensor)`` is the sum over the processes, ``ctx.ranks.gathered(own)`` all of their lists in one.
+        """
+        numbers = self.own(part) if shared else torch.arange(self.data.number(part))
+        return map(pixels, self.data.stream(part, numbers.split(size), self.device) if len(numbers) else ())
+
+    def own(self, rows: str | int = "test") -> Tensor:
+        """Numbers of this process's samples of a part, or of so many rows."""
+        share = self.ranks.share(self.data.number(rows) if isinstance(rows, str) else rows, lend=False)
+        return torch.arange(share.start, share.stop)
 
 
 class Phase(NamedTuple):
@@ -212,6 +222,9 @@ class Task:
     # The running statistics that averaged weights (ema) are tested and kept with: "estimated" anew on what show() runs,
     # "live", those of the weights that are trained, or "averaged" step by step as the weights are.
     averaged_statistics: str = "estimated"
+    # Whether evaluate() runs in every process of torchrun, each on its share, as ctx.batches(shared=True) gives it, and
+    # returns the same on all. Otherwise the first one evaluates alone, and the others wait for it.
+    tests_together: bool = False
     # Whether steps may be replayed as CUDA graphs. One that chooses on the host what it computes may not.
     captures: bool = True
 

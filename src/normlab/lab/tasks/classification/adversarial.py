@@ -140,7 +140,7 @@ def attacked_score(model: nn.Module, ctx: Context, attack: Attack) -> Score:
         return attack(model, x, y, generator=draw, **units_of(model, ctx.data, x.device))
 
     with counted():  # counted, not warned about: the loop reports a training that diverges
-        return score_under(change, model, x[:_TESTED], y[:_TESTED])
+        return score_under(change, model, x[:_TESTED], y[:_TESTED], ranks=ctx.ranks)
 
 
 class Adversarial(Classify):

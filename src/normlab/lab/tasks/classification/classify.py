@@ -26,6 +26,8 @@ _TEST_VALUES = _TEST_BATCH * 3 * 64 * 64  # fewer images at once where they are 
 class Classify(Recipe):
     """Cross entropy, with label smoothing if asked."""
 
+    tests_together = True
+
     def step(self, model: nn.Module, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         made, smoothing = model(batch.x), ctx.settings.label_smoothing
         if hasattr(made, "loss"):  # of a network with a second head in training
@@ -40,15 +42,16 @@ class Classify(Recipe):
         """Accuracy in per cent and mean cross entropy on the test set. Reads from the device once."""
         from ...data import pixels
 
-        x, y = ctx.data.test
+        number, test = ctx.data.number("test"), ctx.data.test
+        x, y = test if ctx.ranks.world == 1 else test.only(ctx.own())
         sums = torch.zeros(2, device=ctx.device, dtype=widest(ctx.device))
         size = max(1, min(_TEST_BATCH, _TEST_VALUES // x.shape[1:].numel()))
-        for images, labels in zip(x.split(size), y.split(size), strict=True):
+        for images, labels in zip(x.split(size), y.split(size), strict=True) if len(y) else ():
             logits = model(pixels(images)).float()
             correct = among(logits, labels, 1).sum()
             sums += torch.stack([correct, F.cross_entropy(logits, labels, reduction="sum")])
-        correct, loss = sums.tolist()
-        return {"accuracy": 100 * correct / len(y), "test_loss": loss / len(y)}
+        correct, loss = ctx.ranks.sum(sums).tolist()
+        return {"accuracy": 100 * correct / number, "test_loss": loss / number}
 
     def check(self, model: nn.Module) -> None:
         check_conditions(model)

@@ -48,6 +48,7 @@ class Detection(Task):
     needs = ("nothing to download: scenes of digits; with --data voc:PATH or coco:PATH, photographs in the layout of "
              "Pascal VOC or COCO")  # fmt: skip
     samples = "images"
+    tests_together = True
     minutes = 2.5
     captures = False  # torchvision's detectors choose boxes on the host
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -125,9 +126,9 @@ class Detection(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, ctx: Context) -> dict[str, Any]:
         scores = Scores("mask_ap" in self.metrics)
-        for batch in ctx.batches(size=_at_once(ctx.data.size)):
+        for batch in ctx.batches(size=_at_once(ctx.data.size), shared=True):
             scores.add(model(batch.x), batch)
-        return scores.result(ctx.data.classes)
+        return scores.result(ctx.data.classes, ctx.ranks)
 
     @torch.no_grad()
     def pictures(self, model: nn.Module, ctx: Context) -> Sequence[Picture]:

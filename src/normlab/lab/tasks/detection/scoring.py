@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ranks import ALONE, Ranks
 from .. import Batch
 
 __all__ = ["Scores", "targets_of"]
@@ -36,15 +37,21 @@ class Scores:
 
         self.prefixes = {"bbox_": "", "segm_": "mask_"} if masks else {"": ""}
         self.metric = MeanAveragePrecision(
-            iou_type=("bbox", "segm") if masks else "bbox", class_metrics=True, backend="pycocotools"
-        )
+            iou_type=("bbox", "segm") if masks else "bbox", class_metrics=True, backend="pycocotools",
+            sync_on_compute=False,  # its own exchange takes as many images from every process
+        )  # fmt: skip
         self.metric.warn_on_many_detections = False
+        self.seen: list[tuple[Any, Any]] = []
 
     def add(self, found: Sequence[Mapping[str, Tensor]], batch: Batch) -> None:
-        self.metric.update([_plain(f) for f in found], [_plain(t) for t in targets_of(batch)])
+        self.seen += zip(map(_plain, found), map(_plain, targets_of(batch)), strict=True)
 
-    def result(self, classes: Sequence[str]) -> dict[str, Any]:
-        """Average precision: by name; ``by_class`` has a table. Sizes of boxes count pixels of the network's images."""
+    def result(self, classes: Sequence[str], ranks: Ranks = ALONE) -> dict[str, Any]:
+        """Average precision: by name; ``by_class`` has a table. Sizes of boxes count pixels of the network's images.
+
+        It is of the images of all ``ranks``.
+        """
+        self.metric.update(*map(list, zip(*ranks.gathered(self.seen), strict=True)))
         with warnings.catch_warnings():  # of a class that no image has
             warnings.simplefilter("ignore")
             found = self.metric.compute()

@@ -64,6 +64,7 @@ class FewShot(Task):
     name = "few_shot"
     about = "classes named after a few images: accuracy over episodes of novel classes, with its 95 per cent interval"
     samples = "images"
+    tests_together = True
     minutes = 1.5
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "resnet12", "data": "letters", "width": 8, "epochs": 5, "batch_size": 64, "lr": 0.05, "nesterov": True,
@@ -260,8 +261,8 @@ def _answers(
     with torch.no_grad(), as_found(model):
         if transductive:
             return drawn, _transductive(model, ctx, drawn, part)
-        parts = [_features_of(model)(b.x) for b in ctx.batches(part, _at_once(ctx.data))]
-        return drawn, answers(torch.cat(parts).float(), drawn)
+        parts = [_features_of(model)(b.x) for b in ctx.batches(part, _at_once(ctx.data), shared=True)]
+        return drawn, answers(torch.cat(ctx.ranks.gathered(parts, ctx.device)).float(), drawn)
 
 
 def _transductive(model: nn.Module, ctx: Context, episodes: Episodes, part: str) -> Tensor:

@@ -34,6 +34,7 @@ class Segmentation(Task):
     needs = ("nothing to download: scenes of MNIST digits; with --data folder:PATH, photographs and masks (CamVid, "
              "ADE20K, Cityscapes, VOC)")  # fmt: skip
     samples = "images"
+    tests_together = True
     minutes = 2.0
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "fcn", "data": SCENES[0], "epochs": 8, "batch_size": 8, "optimizer": "adam", "lr": 5e-3,

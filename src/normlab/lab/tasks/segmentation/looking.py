@@ -26,13 +26,13 @@ _SHOWN = 192  # longer side of a picture on the page
 
 
 def in_batches(ctx: Context) -> Iterator[Batch]:
-    """The test part in its order, in batches of images of one size, as pixels."""
+    """This process's share of the test part in its order, in batches of images of one size, as pixels."""
     sizes = ctx.data.sizes("test")
-    start = 0
-    while start < len(sizes):
+    start, end, *_ = ctx.ranks.share(len(sizes), lend=False)
+    while start < end:
         height, width = sizes[start]
         most, stop = max(1, _AT_ONCE // (height * width)), start + 1
-        while stop < len(sizes) and stop - start < most and sizes[stop] == sizes[start]:
+        while stop < end and stop - start < most and sizes[stop] == sizes[start]:
             stop += 1
         yield pixels(ctx.data.rows("test", torch.arange(start, stop), ctx.device))
         start = stop
@@ -85,7 +85,7 @@ def measured(
     with as_found(model):
         for batch in in_batches(ctx):
             counts += confusion(probabilities(model, batch.x, scales, mirrored).argmax(1), batch.y, number)
-    return scores(counts, ctx.data.classes)
+    return scores(ctx.ranks.sum(counts), ctx.data.classes)
 
 
 # Pictures

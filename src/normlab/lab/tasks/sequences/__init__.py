@@ -60,6 +60,7 @@ class Sequences(Task):
     name = "sequences"
     about = "LSTMs with normalized gates that predict the characters of a text: bits a character"
     samples = "pieces of text"
+    tests_together = True
     minutes = 1.5
     defaults: ClassVar[Mapping[str, Any]] = {
         "data": "python", "model": "lstm", "width": 128, "depth": 1, "epochs": 4, "batch_size": 32, "optimizer": "adam",
@@ -174,7 +175,9 @@ class Sequences(Task):
         streams = max(1, len(ids) // _STREAM)
         steps = (len(ids) - 1) // streams
         x, y = (ids[k : k + streams * steps].view(streams, steps) for k in (0, 1))
-        bits, right = _scores(model, x, y)
+        own = ctx.own(streams).to(ctx.device)
+        found = [_scores(model, x[own], y[own])] if len(own) else []
+        bits, right = map(torch.cat, zip(*ctx.ranks.gathered(found, ctx.device), strict=True))
         return {"bits": float(bits.mean()), "accuracy": 100 * float(right.double().mean())}
 
     def pictures(self, model: nn.Module, ctx: Context) -> Sequence[Picture]:

@@ -45,6 +45,7 @@ class Style(Task):
     needs = ("nothing to download: photographs inside other packages, textures drawn by code and random filters for an "
              "encoder; with --data folder:PATH --styles PATH --encoder FILE, real paintings and VGG-19")  # fmt: skip
     samples = "pairs"
+    tests_together = True
     minutes = 3.0
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "any-style", "data": PHOTOGRAPHS, "size": 64, "train_size": 800, "test_size": 50, "epochs": 6,
@@ -175,14 +176,13 @@ class Style(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, ctx: Context, strength: float = 1.0) -> dict[str, Any]:
         """Losses on the middle of held-out photographs and styles. Reads from the device once."""
-        sums: list[Tensor] = []
-        names: list[str] = []
-        for batch in ctx.batches(size=_few(ctx)):
+        sums: list[tuple[list[str], Tensor]] = []
+        for batch in ctx.batches(size=_few(ctx), shared=True):
             found = self.losses(model, Batch({k: _middle(x, ctx.data.side) for k, x in batch.items()}), ctx, strength)
-            names = list(found)
-            sums.append(batch.rows * torch.stack([v.float() for v in found.values()]))
-        means = torch.stack(sums).sum(0) / ctx.data.number("test")
-        return dict(zip(names, means.tolist(), strict=True))
+            sums.append((list(found), batch.rows * torch.stack([v.float() for v in found.values()])))
+        names, values = zip(*ctx.ranks.gathered(sums, ctx.device), strict=True)
+        means = torch.stack(values).sum(0) / ctx.data.number("test")
+        return dict(zip(names[0], means.tolist(), strict=True))
 
     @torch.no_grad()
     def pictures(self, model: Any, ctx: Context) -> Sequence[Picture]:

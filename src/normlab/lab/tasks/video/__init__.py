@@ -44,6 +44,7 @@ class Video(FineTune):
     needs = ("nothing to download: moving MNIST digits; with --data folder:PATH, folders of frames, animated images "
              "and films")  # fmt: skip
     samples = "clips"
+    tests_together = True
     minutes = 2.0
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "inflated(small)", "data": "motions", "train_size": 1000, "test_size": 300, "epochs": 8,
@@ -128,13 +129,15 @@ class Video(FineTune):
         data, crops = ctx.data, self.chosen(ctx.settings).crops
         draw = generator(ctx.settings.seed, "frames", device=ctx.device)
         total = torch.zeros(data.number("test"), len(data.classes), device=ctx.device)
-        for share in _shares(crops):
-            blocks, first = data.samples("test", share).split(max(1, _VALUES // data.size_of_row("test"))), 0
+        own = ctx.own()
+        for share in _shares(crops) if len(own) else ():
+            samples, first = data.samples("test", share)[own], int(own[0])
+            blocks = samples.split(max(1, _VALUES // data.size_of_row("test")))
             for batch in data.stream("test", blocks, ctx.device):
                 x = _in_order(pixels(batch.x), order, draw)
                 total[first : first + batch.rows] += check_logits(model, model(x), x, data).float().softmax(1) / crops
                 first += batch.rows
-        return total
+        return ctx.ranks.sum(total)
 
     def pictures(self, model: nn.Module, ctx: Context) -> Sequence[Picture]:
         """The first clip of each of the first classes: its frames in a row."""
