@@ -188,6 +188,15 @@ def watched_integers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(builder, "options", replace(builder.options, debug=True, sanitize_overflow=True))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_seeds() -> Iterator[None]:
+    """``torch.manual_seed`` for the CPU alone: it formats the stack for each kind of device that is not there."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.accelerator.is_available():
+            patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """The same random numbers in every test, whatever ran before; default dtype and gradient mode are put back."""

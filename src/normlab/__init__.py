@@ -20,6 +20,7 @@ from .model.draw import draw
 from .model.fixup import fixup
 from .model.fold import fold
 from .model.fuse import fuse
+from .model.lean import lean
 from .model.mixtures import harden, importance, set_radius
 from .model.norm_layer import norm_layer
 from .model.official import OfficialKeys, load_official
@@ -83,6 +84,7 @@ __all__ = [
     "host_status",
     "importance",
     "keep_route",
+    "lean",
     "load_official",
     "merge_sandwich",
     "no_update",

@@ -1,9 +1,9 @@
 """Which back end runs the passes, and which host path launches the kernels. Both are chosen here and nowhere else.
 
-On CUDA tensors the Triton kernels run, if Triton is installed. On the CPU the compiled passes run, if they are built
-(:mod:`normlab.cpu.native`). Otherwise torch operators run. ``NORMLAB_BACKEND=torch`` or ``triton`` and :func:`backend`
-force torch operators or kernels. On the CPU, ``triton`` needs Triton's
-interpreter (``TRITON_INTERPRET=1``); tests run the kernels that way without a GPU.
+On CUDA tensors the Triton kernels run, if Triton is installed and the device has compute capability 7.5 or later. On
+the CPU the compiled passes run, if they are built (:mod:`normlab.cpu.native`). Otherwise torch operators run.
+``NORMLAB_BACKEND=torch`` or ``triton`` and :func:`backend` force torch operators or kernels. On the CPU, ``triton``
+needs Triton's interpreter (``TRITON_INTERPRET=1``); tests run the kernels that way without a GPU.
 
 By default a small input takes one launch a direction. The programs of that launch wait for each other, and the host has
 the least to do. In a CUDA graph the host has nothing to do, and one launch for each pass is faster.
@@ -161,6 +161,25 @@ def _launches_from_environment() -> str:
 
 # --- what serves a tensor -----------------------------------------------------------------------------------------
 
+_LEAST = (7, 5)  # the compute capability from which kernels compile
+
+
+@lru_cache(maxsize=64)
+def too_old(device: int) -> str | None:
+    """Why a CUDA device cannot run the kernels; None if it can."""
+    if torch.version.hip is not None or (has := torch.cuda.get_device_capability(device)) >= _LEAST:
+        return None
+    name, needed = torch.cuda.get_device_name(device), ".".join(map(str, _LEAST))
+    return f"torch operators: {name} has compute capability {has[0]}.{has[1]}, and the kernels need {needed} or later"
+
+
+def _is_too_old(device: int) -> bool:
+    return too_old(device) is not None
+
+
+# Compilers call it and keep the answer. torch.compiler.assume_constant_result sets this, and imports a compiler first.
+_is_too_old._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 
 def kernels_serve(x: Tensor) -> bool:
     """Whether the Triton kernels take ``x``. Compilers trace the plain expression instead."""
@@ -169,7 +188,7 @@ def kernels_serve(x: Tensor) -> bool:
     name = _choice.get().name or _name_from_environment()
     if name == "torch" or x.dtype == torch.float64 or not x.numel():
         return False
-    return (name == "triton" and not x.is_meta) or (x.is_cuda and _HAS_TRITON)
+    return (name == "triton" and not x.is_meta) or (x.is_cuda and _HAS_TRITON and too_old(x.get_device()) is None)
 
 
 def graphs_reach_kernels(x: Tensor) -> bool:
@@ -185,7 +204,7 @@ def graphs_reach_kernels(x: Tensor) -> bool:
     name = _last[0].name or _ENVIRONMENT
     if name == "torch" or not _HAS_TRITON or x.dtype == torch.float64 or type(x) not in (Tensor, torch.nn.Parameter):
         return False
-    return (name == "triton" or x.is_cuda) and 0 not in x.shape
+    return (name == "triton" or (x.is_cuda and not _is_too_old(x.get_device()))) and 0 not in x.shape
 
 
 def must_trace(x: Tensor) -> bool:

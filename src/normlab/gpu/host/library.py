@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...engine.backends import chosen_host
+from ...engine.backends import chosen_host, too_old
 from ...engine.native import Library
 
 _FLAGS = ("-O2", "-shared", "-fPIC", "-std=c++20", "-fvisibility=hidden", "-w")
@@ -52,6 +52,8 @@ def build_host() -> Path:
 
 
 def host_status() -> str:
+    if torch.cuda.is_available() and (old := too_old(torch.cuda.current_device())) is not None:
+        return old
     if chosen_host() == "python":
         return "python: NORMLAB_HOST or backend(..., host=...) asks for it"
     if (found := _state.reason or BUILT.unusable()) is not None:

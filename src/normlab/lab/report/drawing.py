@@ -37,7 +37,7 @@ PERCENT = (-2.0, 102.0)  # limits of an axis in per cent
 RC: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "normlab", "text.parse_math": False, "font.size": 10.5,
     "axes.edgecolor": RULE, "axes.labelcolor": MUTED, "axes.linewidth": 0.8, "axes.spines.top": False,
-    "axes.spines.right": False, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.major.size": 3,
+    "axes.spines.right": False, "axes.titley": 1.0, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.major.size": 3,
     "ytick.major.size": 0, "text.color": INK, "figure.facecolor": "none", "axes.facecolor": "none",
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": RULE, "grid.linewidth": 0.6, "axes.axisbelow": True,
     "lines.linewidth": 1.7, "path.simplify": True, "image.composite_image": False,
