@@ -494,6 +494,28 @@ def test_two_gpus_train_as_one_does(tmp_path, more):
         assert mine["ranks"] == 2 and mine["loss"] == pytest.approx(expected["loss"], rel=1e-3)
 
 
+def share_a_gpu(rank: int, world: int, folder: str) -> None:
+    """Gloo carries CUDA tensors too. NCCL refuses two ranks on one device."""
+    join(rank, world, folder)
+    with joined() as ranks:
+        seen = {name: trained(replace(BASE, **EQUAL[name]), ranks=ranks, device="cuda:0") for name in ON_A_GPU}
+    torch.save(seen, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+ON_A_GPU = ("layer norm in parts", "switchable", "streams", "adversarial, batch")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_two_processes_share_one_gpu(tmp_path):
+    run_ranks(share_a_gpu, 2, tmp_path)
+    seen = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for name in ON_A_GPU:
+        settings = replace(BASE, **EQUAL[name])
+        compare([one[name] for one in seen], trained(settings, device="cuda:0"), factor=10)
+
+
 def test_bad_input_is_said_once(tmp_path):
     codes, (first, other) = as_torchrun_does("train", *TINY, "--out", tmp_path / "a", "--norm", "bach")
     assert codes == [2, 0] and first.startswith("normlab: ") and first.count("did you mean 'batch'") == 1

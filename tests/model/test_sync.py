@@ -16,6 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -114,7 +117,7 @@ CASES: dict[str, Case] = {
 }
 
 # How eight samples are divided.
-SPLITS = {2: [(4, 4), (5, 3), (8, 0), (1, 7)], 3: [(3, 2, 3), (2, 0, 6)]}
+SPLITS = {2: [(4, 4), (5, 3), (8, 0), (1, 7)], 4: [(3, 2, 2, 1), (2, 0, 5, 1)]}
 
 
 def data(case: Case, step: int) -> tuple[Tensor, Tensor]:
@@ -249,10 +252,81 @@ def separated(sizes: tuple[int, ...], rank: int | None, options: dict[str, Any])
     return {"without": without, "state": {n: t.clone() for n, t in alone.state_dict().items()}}
 
 
+class Towers(nn.Module):
+    """Every normalizer over the batch in a little network of its own, all of them trained by one step."""
+
+    NAMES = ("batch", "switchable", "sparse_switchable", "two_pools", "batch_group, crossing", "batch_channels",
+             "conditional", "sandwich", "auxiliary, mixed", "sandwich_auxiliary", "renorm", "modes", "own rule",
+             "predicted")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.ModuleDict({name: nn.Conv2d(6, 6, 1) for name in self.NAMES})
+        self.norms = nn.ModuleDict({name: CASES[name].make() for name in self.NAMES})
+        self.after = nn.ModuleDict({name: nn.Linear(6, 1) for name in self.NAMES})
+
+    def forward(self, x: Tensor, start: int) -> Tensor:  # [N, towers]
+        found = []
+        for name in self.NAMES:
+            y = self.norms[name](self.before[name](x), **CASES[name].along(start, start + len(x), 0))
+            found.append(self.after[name](y.relu().mean((2, 3))))
+        return torch.cat(found, 1)
+
+
+def trained_towers(rank: int, ranks: int, sharded: bool) -> tuple[Tensor, dict[str, Any]]:
+    """Losses of 50 steps, ``[50, towers]``, and the whole state. Every fifth batch is the smaller end of an epoch."""
+    towers = Towers()
+    if ranks > 1:
+        sync(towers)
+    if sharded:
+        fully_shard(towers, mesh=init_device_mesh("cpu", (ranks,)))
+        parts: Any = list(towers.parameters())
+        assert all(p.to_local().numel() < p.numel() for p in parts if p.numel() > 1)
+    optimizer = torch.optim.SGD(towers.parameters(), 0.05, momentum=0.5, weight_decay=0.01)
+    losses = []
+    for step in range(50):
+        generator, rows = torch.Generator().manual_seed(step), 5 if step % 5 == 4 else 8
+        x = 2 * torch.randn(rows, 6, 4, 3, generator=generator) + 1
+        target = 2 * x.mean((1, 2, 3)).unsqueeze(1)
+        start, end = rows * rank // ranks, rows * (rank + 1) // ranks
+        loss = (towers(x[start:end], start) - target[start:end]).square().sum(0) / rows
+        optimizer.zero_grad()
+        (loss.sum() * (ranks if sharded else 1)).backward()  # fully_shard averages
+        if ranks > 1 and not sharded:
+            own = [p.grad for p in towers.parameters() if p.grad is not None]
+            flat = torch.cat([g.flatten() for g in own])
+            dist.all_reduce(flat)
+            for g, t in zip(own, flat.split([g.numel() for g in own]), strict=True):
+                g.copy_(t.view_as(g))
+        optimizer.step()
+        losses.append(loss.detach())
+    total = torch.stack(losses)
+    if ranks > 1:
+        dist.all_reduce(total)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(towers, options=whole) if sharded else towers.state_dict()
+    return total, dict(state)
+
+
+def sharded_branches(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of a sharded layer whose branches run on different ranks, and of the own layer on the same samples."""
+    found = []
+    for sharded in (True, False):
+        layer: Any = normlab.AuxiliaryBatchNorm2d(6, BRANCHES)
+        if sharded:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        x = torch.randn(4, 6, 4, 3, generator=torch.Generator().manual_seed(rank))
+        (layer(x, BRANCHES[rank % 2]) * x).sum().backward()
+        grads = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+        found.append({n: g.full_tensor() if sharded else g for n, g in grads.items()})
+    return found[0], found[1]
+
+
 def loaders(ranks: int) -> list[list[Tensor]]:
     """Batches for each rank: of unequal size, unequal number, and none for the last."""
     generator = torch.Generator().manual_seed(0)
-    sizes = [[5, 3, 6], [4, 7], []][:ranks] if ranks == 3 else [[5, 3, 6], [4]]
+    sizes = [[5, 3, 6], [4, 7], [], [2]] if ranks == 4 else [[5, 3, 6], [4]]
     return [[i + torch.randn(n, 6, 4, 3, generator=generator) for i, n in enumerate(s)] for s in sizes]
 
 
@@ -311,7 +385,7 @@ def work(rank: int, ranks: int, folder: str) -> None:
     start = 8 // ranks * rank
     model = DistributedDataParallel(sync(network()))
     seen["network"] = train(model, start, start + each, float(ranks))
-    split = (each,) * ranks if ranks == 2 else SPLITS[3][0]
+    split = (each,) * ranks if ranks == 2 else SPLITS[4][0]
     seen["separated"] = {name: separated(split, rank, options) for name, options in UNDER_DDP.items()}
     for kind in KINDS:
         model = DistributedDataParallel(sync(network(kind)))
@@ -329,6 +403,8 @@ def work(rank: int, ranks: int, folder: str) -> None:
     seen["accumulated"] = accumulated_buffers(micro, True)
     seen["branches"] = separated_calibrated([(x, BRANCHES[rank % 2])])
     seen["guarded"] = guarded_buffers(rank == 0)
+    seen["towers"] = trained_towers(rank, ranks, sharded=ranks == 4)
+    seen["sharded branches"] = sharded_branches(rank)
     try:
         normlab.calibrate(normlab.BatchNorm2d(6), [])
     except ValueError as error:
@@ -337,7 +413,7 @@ def work(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["two ranks", "three ranks"])
+@pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
 def ranks(request, tmp_path_factory) -> list[dict[Any, Any]]:
     """What each process saw."""
     number: int = request.param
@@ -381,6 +457,26 @@ def test_a_network_under_ddp_trains_as_one_process_does(ranks):
     for seen in ranks:
         for key, value in one.items():
             assert_close(seen["network"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_fifty_steps_of_every_normalizer(ranks):
+    """Losses, statistics and weights of one process; with four by ``fully_shard``, whose whole state loads in one."""
+    losses, state = trained_towers(0, 1, False)
+    assert bool((losses[-5:].mean(0) < losses[:5].mean(0)).all())
+    for seen in ranks if len(ranks) == 2 else ranks[:1]:
+        found, theirs = seen["towers"]
+        for k, name in enumerate(Towers.NAMES):
+            assert_close(found[:, k], losses[:, k], rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        Towers().load_state_dict(theirs)
+        for key, expected in state.items():
+            assert_close(theirs[key], expected, rtol=1e-3, atol=1e-3, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_sharded_branches_keep_their_gradients_where_ranks_run_different_ones(ranks):
+    for name in (n for seen in ranks[:2] for n in seen["sharded branches"][1]):
+        mean = sum(seen["sharded branches"][1].get(name, torch.zeros(6)) for seen in ranks) / len(ranks)
+        for seen in ranks:
+            assert_close(seen["sharded branches"][0][name], mean)
 
 
 @pytest.mark.parametrize("name", UNDER_DDP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,10 +76,35 @@ def _of_branch(layer: Norm, branch: int) -> tuple[Tensor, Tensor]:
     assert layer.branches is not None
     name = layer.branches[branch]
     weight, bias = layer.branch_weight[name], layer.branch_bias[name]
-    if inside_ddp():
+    if layer.branch_weight.sharded:  # the others get zeros
+        weight, bias = (
+            torch.stack([t[b] for b in layer.branches])[branch] for t in (layer.branch_weight, layer.branch_bias)
+        )
+    elif inside_ddp():
         every = [p for table in (layer.branch_weight, layer.branch_bias) for p in table.values() if p.requires_grad]
         weight = _TakePart.apply(weight, *every)
     return weight, bias  # type: ignore[return-value]
+
+
+class BranchTable(nn.ParameterDict):
+    """A parameter for each branch. Notices that ``fully_shard`` takes them: it puts DTensors in their place, by
+    ``__setattr__`` where a class has its own.
+
+    It reduces in a row what gradients a process has. So each process needs one of every branch, also where they run
+    different ones: otherwise gradients of one branch would be added to those of another.
+    """
+
+    sharded = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(value, "device_mesh"):
+            self.__dict__["sharded"] = True
+        super().__setattr__(name, value)
+
+
+def needs_every_branch(layer: Norm) -> bool:
+    """Whether the parameters of branches that a call does not run must take part in its gradient."""
+    return inside_ddp() or ("branch" in layer.affine_terms and layer.branch_weight.sharded)
 
 
 def inside_ddp() -> bool:

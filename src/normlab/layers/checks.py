@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Proxy
 
@@ -15,6 +15,7 @@ from ..engine.backends import must_trace
 from ..engine.masks import Mask
 from ..engine.messages import shown, words
 from ..statistics.plans import Segments
+from .affine_maps import BranchTable
 
 if TYPE_CHECKING:
     from ..statistics.pools import Pool
@@ -236,7 +237,7 @@ def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
     names = tuple(branches)
     if not names or len(set(names)) != len(names):
         raise ValueError(f"branches need different names, at least one; got {names}")
-    bad = [b for b in names if not b.isidentifier() or hasattr(nn.ParameterDict, b)]
+    bad = [b for b in names if not b.isidentifier() or hasattr(BranchTable, b)]
     if bad:
         raise ValueError(f"branch names are plain words (letters, digits, underscores); got {words(bad)}")
     return names

@@ -25,7 +25,7 @@ from ..statistics.plans import Plan, Pooled, Segments
 from ..statistics.pools import Pool
 from ..statistics.positional import padded_positions
 from ..statistics.running import Policy, Track
-from .affine_maps import collapsed, inside_ddp, predictor_tensors, separate
+from .affine_maps import BranchTable, collapsed, needs_every_branch, predictor_tensors, separate
 from .checks import (
     SHAPES,
     as_node,
@@ -202,8 +202,8 @@ class Norm(nn.Module):
             self.class_bias = nn.Parameter(torch.zeros(self.num_classes, c, **made))
         if "branch" in self.affine_terms:
             assert self.branches is not None
-            self.branch_weight = nn.ParameterDict({b: nn.Parameter(torch.ones(c, **made)) for b in self.branches})
-            self.branch_bias = nn.ParameterDict({b: nn.Parameter(torch.zeros(c, **made)) for b in self.branches})
+            self.branch_weight = BranchTable({b: nn.Parameter(torch.ones(c, **made)) for b in self.branches})
+            self.branch_bias = BranchTable({b: nn.Parameter(torch.zeros(c, **made)) for b in self.branches})
         learned = self.statistics.parameters(c)
         self._learned = tuple(learned)
         if "predicted" in self.affine_terms:
@@ -364,7 +364,7 @@ class Norm(nn.Module):
             if found is None:
                 return None
             label, branch = found[0], 0 if found[1] is None else found[1]
-            if not isinstance(branch, int) or (self.branches is not None and inside_ddp()):
+            if not isinstance(branch, int) or (self.branches is not None and needs_every_branch(self)):
                 return None
         elif condition is not None:
             return None
