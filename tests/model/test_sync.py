@@ -282,7 +282,7 @@ def trained_towers(rank: int, ranks: int, sharded: bool) -> tuple[Tensor, dict[s
     if sharded:
         fully_shard(towers, mesh=init_device_mesh("cpu", (ranks,)))
         parts: Any = list(towers.parameters())
-        assert all(p.to_local().numel() < p.numel() for p in parts if p.numel() > 1)
+        assert all(p.to_local().numel() < p.numel() for p in parts if len(p) > 1)  # rows are dealt out
     optimizer = torch.optim.SGD(towers.parameters(), 0.05, momentum=0.5, weight_decay=0.01)
     losses = []
     for step in range(50):
