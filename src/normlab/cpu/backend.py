@@ -9,21 +9,18 @@ from torch import Tensor
 from ..statistics.plans import back_through_pools
 from . import native, passes
 from .passes import pool
-from .torch_kernels import normalize as by_torch_kernels
+from .weighted_pools import normalize
 
-_LARGE = 1 << 20  # elements; on fewer, one call of a kernel is faster than four passes with operators between them
+__all__ = ["apply", "back_through_pools", "gradients", "input_gradient", "moments", "normalize", "pool", "positions"]
 
-__all__ = ["apply", "back_through_pools", "gradients", "input_gradient", "moments", "normalize", "pool"]
+
+def positions(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """What computes positional norm of ``x`` and its gradients; None: torch operators."""
+    return native if native.serves(x, None) and native.reads_affine(x, weight, bias) else None
 
 
 def _way(x: Tensor, rows: Any) -> Any:
     return native if native.serves(x, rows) else passes
-
-
-def normalize(x: Tensor, rule: Any, tensors: Any, weight: Tensor | None, bias: Tensor | None, rows: Any) -> Any:
-    if x.numel() >= _LARGE and not x.is_contiguous() and native.serves(x, rows):
-        return None  # torch's kernels for channels last are slower there
-    return by_torch_kernels(x, rule, tensors, weight, bias, rows)
 
 
 def moments(x: Tensor, rows: Any, mask: Any = None) -> Tensor:

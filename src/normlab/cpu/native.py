@@ -67,6 +67,10 @@ class _Functions:
         self.moments = _function(library, f"moments_{name}", (p, p, p, i, p, p), flag)
         self.row_sums = _function(library, f"row_sums_{name}", (p, p, p, p, p, flag, i, p, p), None)
         self.lines = _function(library, f"lines_{name}", (p, p, p, p, p, p, flag, i), None)
+        self.forward = _function(library, f"forward_{name}", (p, p, p, p, p, i), flag)
+        self.backward = _function(library, f"backward_{name}", (p, p, p, p, p, p, p, p, i), None)
+        self.positions = _function(library, f"positions_{name}", (p, p, p, i), None)
+        self.positions_back = _function(library, f"positions_back_{name}", (p, p, p, p, p, p, i), None)
 
 
 def _function(library: ctypes.CDLL, name: str, takes: tuple[Any, ...], gives: Any) -> Any:
@@ -123,30 +127,31 @@ def host_status() -> str:
     return 'torch: the library of passes is built when a layer first runs on the CPU; build_host("cpu") does it now'
 
 
-def serves(x: Tensor, rows: Rows) -> bool:
+def serves(x: Tensor, rows: Rows | None) -> bool:
     """Whether the library takes ``x``. Where rows have a single value, what matters is done in float64 by operators."""
     if x.device.type != "cpu" or torch_is_forced() or not x.numel() or torch._C._len_torch_dispatch_stack():
         return False
     if not _state.decided:
         _decide()
-    return x.dtype in _state.functions and (bool(rows.cuts) or prod(x.shape[2:]) > rows.parts) and not x.is_neg()
+    several = rows is None or bool(rows.cuts) or prod(x.shape[2:]) > rows.parts
+    return x.dtype in _state.functions and several and not x.is_neg()
 
 
 # --- what the functions take ------------------------------------------------------------------------------------------
 
 
-def _dense(x: Tensor, rows: Rows) -> Tensor:
-    """``x`` contiguous or, unless rows are uneven, channels last."""
-    return x if x.is_contiguous() or (not rows.cuts and x.movedim(1, -1).is_contiguous()) else x.contiguous()
+def dense(x: Tensor) -> Tensor:
+    """``x`` contiguous or channels last."""
+    return x if x.is_contiguous() or x.movedim(1, -1).is_contiguous() else x.contiguous()
 
 
-def _like(t: Tensor, x: Tensor) -> Tensor:
+def like(t: Tensor, x: Tensor) -> Tensor:
     """``t`` in the dtype and layout of ``x``."""
     fits = t.stride() == x.stride() and t.dtype == x.dtype and not t.is_neg()
     return t if fits else torch.empty_like(x).copy_(t)
 
 
-def _shape(x: Tensor, rows: Rows) -> bytes:
+def shape_of(x: Tensor, rows: Rows) -> bytes:
     return _packed(x.shape, rows, not x.is_contiguous())[0]
 
 
@@ -154,19 +159,40 @@ def _shape(x: Tensor, rows: Rows) -> bytes:
 def _packed(shape: tuple[int, ...], rows: Rows, last: bool) -> tuple[bytes, Any]:
     """``Shape`` of ``passes.cpp``, and the memory to which it points."""
     ends = (ctypes.c_int64 * len(rows.cuts))(*rows.cuts)
-    place = ctypes.addressof(ends) if rows.cuts else 0
-    return struct.pack("7q", shape[0], shape[1], prod(shape[2:]), rows.number, rows.parts, last, place), ends
+    at = ctypes.addressof(ends) if rows.cuts else 0
+    return struct.pack("7q", shape[0], shape[1], prod(shape[2:]), rows.number, rows.parts, last, at), ends
 
 
-def _place(t: Tensor | None) -> int:
+def place(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
+
+
+_SIZES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 2}  # of the affine maps that the library reads
+
+
+def reads_affine(x: Tensor, *each: Tensor | None) -> bool:
+    """Whether the library takes weights and biases as they are."""
+    shapes = ((x.shape[1],), (1, x.shape[1]), x.shape[:2])
+    return all(t is None or (t.dtype in _SIZES and t.shape in shapes and not t.is_neg()) for t in each)
+
+
+def affine(t: Tensor | None) -> tuple[int, ...]:
+    """``Affine`` of ``passes.cpp``."""
+    if t is None:
+        return (0,) * 5
+    samples, by_sample = (1, 0) if t.dim() == 1 else (t.shape[0], t.stride(0))
+    return t.data_ptr(), samples, by_sample, t.stride(-1), t.element_size()
+
+
+def functions(x: Tensor) -> _Functions:
+    return _state.functions[x.dtype]
 
 
 def _valid(mask: Mask | None) -> Tensor | None:
     return None if mask is None else mask.valid.contiguous()
 
 
-def _values(kind: torch.dtype, *each: Tensor | None) -> tuple[bytes, list[Tensor]]:
+def values(kind: torch.dtype, *each: Tensor | None) -> tuple[bytes, list[Tensor]]:
     """An array of ``Values`` of ``passes.cpp``, and what keeps them in memory; each is ``[1 or N, 1 or R]``."""
     numbers: list[int] = []
     kept: list[Tensor] = []
@@ -191,12 +217,12 @@ def _kind(x: Tensor, *each: Tensor | None) -> torch.dtype:
 
 
 def moments(x: Tensor, rows: Rows, mask: Mask | None = None) -> Tensor:
-    x, valid = _dense(x, rows), _valid(mask)
+    x, valid = dense(x), _valid(mask)
     size = (2, x.shape[0], rows.number)
     wide = x.new_empty(size, dtype=torch.float64)
     narrow = None if x.dtype == torch.float64 else x.new_empty(size, dtype=torch.float32)
-    far = _state.functions[x.dtype].moments(
-        _shape(x, rows), x.data_ptr(), _place(valid), torch.get_num_threads(), wide.data_ptr(), _place(narrow)
+    far = functions(x).moments(
+        shape_of(x, rows), x.data_ptr(), place(valid), torch.get_num_threads(), wide.data_ptr(), place(narrow)
     )
     return wide if far or narrow is None else narrow
 
@@ -212,15 +238,15 @@ def gradients(
     dy: Tensor, x: Tensor, rows: Rows, standard: Coefficients, weight: Tensor | None, bias: Tensor | None,
     wanted: tuple[bool, bool], mask: Mask | None = None,
 ) -> Gradients:  # fmt: skip
-    x, valid, center = _dense(x, rows), _valid(mask), at_least_float32(standard.center)
-    dy = _like(dy, x)
+    x, valid, center = dense(x), _valid(mask), at_least_float32(standard.center)
+    dy = like(dy, x)
     kind = _kind(x, center)
-    values, _alive = _values(kind, center)
+    centers, _alive = values(kind, center)
     sums = x.new_empty((2, x.shape[0], rows.number), dtype=kind)
     is_wide = kind == torch.float64
     places = (sums.data_ptr(), 0) if is_wide else (0, sums.data_ptr())
-    _state.functions[x.dtype].row_sums(
-        _shape(x, rows), x.data_ptr(), dy.data_ptr(), _place(valid), values, is_wide, torch.get_num_threads(), *places
+    functions(x).row_sums(
+        shape_of(x, rows), x.data_ptr(), dy.data_ptr(), place(valid), centers, is_wide, torch.get_num_threads(), *places
     )
     return through_affine(sums[0], sums[1], rows, prod(x.shape[2:]), standard, weight, bias, wanted)
 
@@ -237,12 +263,49 @@ def input_gradient(
 
 def _lines(x: Tensor, dy: Tensor | None, rows: Rows, mask: Mask | None, *each: Tensor | None) -> Tensor:
     """``slope * (x - center) + shift + factor * dy``; without a slope, ``x`` is not read."""
-    given, x, valid = x, _dense(x, rows), _valid(mask)
-    dy = None if dy is None else _like(dy, x)
+    x, valid = dense(x), _valid(mask)
+    dy = None if dy is None else like(dy, x)
     kind, out = _kind(x, *each), torch.empty_like(x)
-    values, _alive = _values(kind, *each)
-    _state.functions[x.dtype].lines(
-        _shape(x, rows), 0 if each[1] is None else x.data_ptr(), _place(dy), out.data_ptr(), _place(valid), values,
+    line, _alive = values(kind, *each)
+    functions(x).lines(
+        shape_of(x, rows), 0 if each[1] is None else x.data_ptr(), place(dy), out.data_ptr(), place(valid), line,
         kind == torch.float64, torch.get_num_threads(),
     )  # fmt: skip
-    return _like(out, given) if rows.cuts else out
+    return out
+
+
+# --- positional norm --------------------------------------------------------------------------------------------------
+
+
+def positions(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool, valid: Tensor | None
+) -> Tensor:
+    x = dense(x)
+    y = torch.empty_like(x)
+    kind = _by_position(x, weight, bias, eps, centered, valid)
+    functions(x).positions(kind, x.data_ptr(), y.data_ptr(), torch.get_num_threads())
+    return y
+
+
+def positions_back(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool,
+    valid: Tensor | None, wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, weight and bias."""
+    x = dense(x)
+    dy = like(dy, x)
+    kind = _by_position(x, weight, bias, eps, centered, valid)
+    given = zip((x, weight, bias), wanted, strict=True)
+    found = [torch.empty_like(t) if n and t is not None else None for t, n in given]
+    functions(x).positions_back(kind, x.data_ptr(), dy.data_ptr(), *map(place, found), torch.get_num_threads())
+    return tuple(found)
+
+
+def _by_position(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool, valid: Tensor | None
+) -> bytes:
+    """``ByPosition`` of ``passes.cpp``."""
+    spatial = prod(x.shape[2:])
+    last = spatial == 1 or not x.is_contiguous()
+    shape = struct.pack("7q", x.shape[0], x.shape[1], spatial, x.shape[1], 1, last, 0)
+    return shape + struct.pack("d12q", eps, centered, place(valid), *affine(weight), *affine(bias))

@@ -78,8 +78,9 @@ class Passes(Protocol):
     """What a back end offers the engine. Shapes are those of :mod:`normlab.cpu.passes`."""
 
     def normalize(
-        self, x: Tensor, rule: Any, tensors: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, rows: Any
-    ) -> tuple[Tensor, Any] | None:
+        self, x: Tensor, rule: Any, tensors: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, rows: Any,
+        mask: Any,
+    ) -> tuple[Tensor, Any] | None:  # fmt: skip
         """The whole normalizer, where the back end has something faster than the passes one by one; otherwise None."""
         ...
 

@@ -57,13 +57,13 @@ def normalize(
         mask = read_mask(mask, x)
     if must_trace(x):
         return plain(x, rule, rows, weight, bias, *tensors, mask=mask)
+    if (result := passes_for(x).normalize(x, rule, tensors, weight, bias, rows, mask)) is not None:
+        return result
     if rows.cuts and (layout := _channels_last(x)) is not None:
         # The passes read uneven rows from contiguous memory. One copy here saves a copy in each pass.
         dense = _Contiguous.apply(x, layout)
         y, seen = normalize(dense, rule, tensors, weight=weight, bias=bias, rows=rows)
         return y.contiguous(memory_format=layout), seen
-    if mask is None and (result := passes_for(x).normalize(x, rule, tensors, weight, bias, rows)) is not None:
-        return result
     returned: list[Any] = []  # autograd functions return tensors only: the rule's second value leaves through this list
     arguments = (x, rule, rows, returned, mask, weight, bias, *tensors)
     if torch.is_grad_enabled():

@@ -21,6 +21,7 @@ from .closed_family_launches import ClosedFamilyConfig, ClosedFamilyPlan, plans_
 from .shapes import Shape, dense, shape_of
 
 if TYPE_CHECKING:
+    from ..engine.masks import Mask
     from ..statistics.base import Sources
     from ..statistics.renorm import Renorm
 
@@ -89,11 +90,12 @@ def bounds_of(renorm: Renorm | None) -> tuple[float, ...]:
 
 
 def normalize(
-    x: Tensor, rule: Any, tensors: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, rows: Rows
-) -> tuple[Tensor, list[Pooled | None]] | None:
+    x: Tensor, rule: Any, tensors: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, rows: Rows,
+    mask: Mask | None,
+) -> tuple[Tensor, list[Pooled | None]] | None:  # fmt: skip
     """A rule of the closed family, and what it saw of the pools; None for other rules."""
     family = getattr(rule, "closed_family", None)
-    if family is None or rows.cuts or (weight is None) != (bias is None):
+    if family is None or mask is not None or rows.cuts or (weight is None) != (bias is None):
         return None
     closed = closed_rule_of(*family)
     if closed is None:

@@ -23,7 +23,6 @@ from ..statistics.base import Sources, Statistics
 from ..statistics.names import parse_statistics
 from ..statistics.plans import Plan, Pooled, Segments
 from ..statistics.pools import Pool
-from ..statistics.positional import padded_positions
 from ..statistics.running import Policy, Track
 from .affine_maps import BranchTable, collapsed, needs_every_branch, predictor_tensors, separate
 from .checks import (
@@ -417,10 +416,6 @@ class Norm(nn.Module):
             done = self._run_in_graph(x, label, branch, style, residual, mask)
             if done is not None:
                 return done
-        if mask is not None and self.statistics.per_position:  # no position sees another
-            residual = None if residual is None else hidden(residual, mask.valid)
-            x = padded_positions(x, mask, self.eps)
-            return hidden(self._run(x, label, branch, style, residual, extra), mask.valid)
         y = self._run_by_passes(x, label, branch, style, extra, mask)
         if residual is not None and mask is not None:
             residual = hidden(residual, mask.valid)
@@ -493,7 +488,7 @@ class Norm(nn.Module):
         self, x: Tensor, label: Any, branch: int | Tensor, style: Any, extra: tuple[Tensor, ...], mask: Mask | None
     ) -> Tensor:
         if self.statistics.per_position:
-            return self.statistics.whole(x, *collapsed(self, label, branch, style, x), self.eps)
+            return self.statistics.whole(x, *collapsed(self, label, branch, style, x), self.eps, mask)
         spatial = prod(x.shape[2:])
         live_batch = self._uses_batch()
         rows, segments, plans = plans_of(self, x, spatial, branch, live_batch)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..engine.arguments import ARGUMENTS, check_arguments
 from ..engine.contract import Coefficients, Moments, Rule
+from ..engine.masks import Mask
 from .plans import Plan, Pooled
 from .pools import Pool, batch
 from .running import Track
@@ -144,9 +145,11 @@ class Statistics:
     def combine(self, statistics: Sequence[tuple[Tensor, Tensor]], *tensors: Tensor, eps: float) -> Coefficients:
         raise TypeError(f"{type(self).__name__} needs a combine(statistics, *tensors, eps) method")
 
-    def whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def whole(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mask: Mask | None = None
+    ) -> Tensor:
         """The whole layer, where ``per_position`` says that no rule on moments can compute it."""
-        raise TypeError(f"{type(self).__name__} needs a whole(x, weight, bias, eps) method")
+        raise TypeError(f"{type(self).__name__} needs a whole(x, weight, bias, eps, mask) method")
 
     def picture(self, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
         """What :func:`normlab.draw` shows of statistics that are not made of pools; empty: the pools.

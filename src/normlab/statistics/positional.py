@@ -2,7 +2,7 @@
 
 Outside the engine's contract, because its coefficients vary over space; the affine map is the engine's. Only ``x`` is
 saved for backward: the statistics, one pair a position, are computed again. Here by torch's operators; kernels are in
-:mod:`normlab.gpu.kernels.positional_norm`.
+:mod:`normlab.gpu.kernels.positional_norm`, and the passes of the CPU in ``cpu/passes.cpp``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..engine.arguments import check_arguments
-from ..engine.backends import must_trace
+from ..engine.backends import kernels_serve, must_trace, passes_for
 from ..engine.coefficients import like_affine
 from ..engine.expression import differentiate, wants_plain
-from ..engine.masks import Mask, hidden
+from ..engine.masks import Mask, hidden, mask_of
 from ..engine.numerics import at_least_float32
 from .base import Kernels, PlainPool, Statistics
 from .registry import register
@@ -60,8 +60,10 @@ class Positional(Statistics):
     def kernels(self, live: bool) -> Kernels:
         return Kernels.POSITIONS
 
-    def whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        return normalize_positions(x, weight, bias, eps, self.centered)
+    def whole(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mask: Mask | None = None
+    ) -> Tensor:
+        return normalize_positions(x, weight, bias, eps, self.centered, mask)
 
     def picture(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
         n, _, *space = shape
@@ -97,13 +99,18 @@ def normalize_positions(
     bias: Tensor | None,
     eps: float,
     centered: bool = True,
+    mask: Mask | None = None,
 ) -> Tensor:
-    """Standardize over C at each position, then apply the affine map."""
+    """Standardize over C at each position, then apply the affine map. With a mask, ``y`` is zero at padding."""
     weight = weight.unsqueeze(0) if weight is not None and weight.dim() == 1 else weight
     bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
     if must_trace(x):
-        return plain_positions(x, weight, bias, eps, centered)
-    return _Positional.apply(x, weight, bias, eps, centered)
+        return OfPositions(eps, centered)(x, weight, bias, mask)
+    if not kernels_serve(x) and (way := passes_for(x).positions(x, weight, bias)) is not None:  # type: ignore[attr-defined]
+        return _Compiled.apply(x, weight, bias, eps, centered, None if mask is None else mask.valid.contiguous(), way)
+    if mask is None:
+        return _Positional.apply(x, weight, bias, eps, centered)
+    return hidden(_Positional.apply(padded_positions(x, mask, eps), weight, bias, eps, centered), mask.valid)
 
 
 def plain_positions(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True) -> Tensor:
@@ -154,6 +161,29 @@ def _standardize(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]
     apart = wide - wide.mean(1, keepdim=True) if centered else wide
     reciprocal = torch.rsqrt(apart.square().mean(1, keepdim=True) + eps)
     return apart * reciprocal, reciprocal
+
+
+class _Compiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool,
+        valid: Tensor | None, way: Any,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, valid)
+        ctx.eps, ctx.centered, ctx.way = eps, centered, way
+        return way.positions(x, weight, bias, eps, centered, valid).data
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        x, weight, bias, valid = ctx.saved_tensors
+        if wants_plain(dy):
+            mask = None if valid is None else mask_of(valid)
+            plain = partial(OfPositions(ctx.eps, ctx.centered), mask=mask)
+            found = differentiate(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy)
+        else:
+            needs = tuple(ctx.needs_input_grad[:3])
+            found = ctx.way.positions_back(dy, x, weight, bias, ctx.eps, ctx.centered, valid, needs)
+        return *found, None, None, None, None
 
 
 class _Positional(torch.autograd.Function):

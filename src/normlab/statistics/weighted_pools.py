@@ -122,23 +122,24 @@ class WeightedPools(PooledRule):
         slope = None if half is None else half * 2
         if weights is None:
             return offset, slope, ()
-        d_weights = torch.stack(products, 1)  # [2, K] or [2, K, groups]
+        return offset, slope, self.through_weighting(tensors, weights, torch.stack(products, 1))
+
+    def through_weighting(
+        self, tensors: Sequence[Tensor], weights: Tensor, d_weights: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the tensors, from those of the weights that they make, ``[2, K]`` or ``[2, K, groups]``."""
         if self.weighting is softmax_weights:
             d_logits = weights * (d_weights - (weights * d_weights).sum(1, keepdim=True))
-            return offset, slope, tuple(d_logits.unbind(0))
+            return tuple(d_logits.unbind(0))
         if self.weighting is projected_weights:
             shares = torch.stack(tuple(tensors)).to(weights.dtype)
             found = along_simplex(*(t.movedim(1, -1) for t in (shares, weights, d_weights)))
-            return offset, slope, tuple(found.movedim(-1, 1).unbind(0))
+            return tuple(found.movedim(-1, 1).unbind(0))
         if self.weighting is given_weights:
-            return offset, slope, tuple(d_weights.unbind(0))
-        return offset, slope, self._through_weighting(tensors, d_weights)
-
-    def _through_weighting(self, tensors: Sequence[Tensor], d_weights: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what the weights are made of, by autograd: they are a few numbers."""
+            return tuple(d_weights.unbind(0))
         assert self.weighting is not None
         leaves = [t.detach().requires_grad_() for t in tensors[:2]]
-        with torch.enable_grad():
+        with torch.enable_grad():  # what the weights are made of is a few numbers
             weights = self.weighting(*(t.to(d_weights.dtype) for t in (*leaves, *tensors[2:])))
             found = torch.autograd.grad(weights, leaves, d_weights)
         return (*found, *(None for _ in tensors[2:]))
