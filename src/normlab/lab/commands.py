@@ -74,6 +74,10 @@ Cpus = Annotated[int | None, typer.Option(help="With --ray: CPUs, and threads, o
 Gpus = Annotated[
     float | None, typer.Option(help="With --ray: GPUs of a run, 0.25 for a share.", min=0, show_default="1 on cuda")
 ]
+Storage = Annotated[
+    str | None,
+    typer.Option(help="With --ray: shared folder or URL that keeps each run's files too, s3://a/b.", metavar="URL"),
+]
 Config = Annotated[
     Path | None, typer.Option(help="Settings from a TOML file, as every run writes them.", parser=_path, metavar="PATH")
 ]
@@ -325,6 +329,7 @@ def _study(norms: str | None, seeds: str | None, measure: str | None, config: Pa
 def compare(
     norms: Norms = None, seeds: Seeds = None, measure: Measure = None, out: Out = None, config: Config = None,
     device: Device = None, processes: Processes = None, ray: Ray = None, cpus: Cpus = None, gpus: Gpus = None,
+    storage: Storage = None,
     root: Root = None, download: Download = False, tensorboard: Board = False, *, settings: Given,
 ) -> None:  # fmt: skip
     """Train one network with several normalizers, measure each, and write a page.
@@ -341,7 +346,7 @@ def compare(
     with watcher(_console(), study.grid(), names, Results(study, []).label) as watch:
         results = run_study(
             study, progress=watch, device=device, root=root, download=download, tensorboard=tensorboard,
-            processes=processes, ray=_cluster(ray, device, cpus, gpus),
+            processes=processes, ray=_cluster(ray, device, cpus, gpus, storage),
         )  # fmt: skip
     results.show()
     typer.echo(f"\nresults  {study.folder}\npage     {results.report()}")
@@ -556,6 +561,7 @@ def reproduce(
     plan: Annotated[bool, typer.Option("--plan", help="Only say what it costs: runs, minutes here, disk.")] = False,
     weights: Pretrained = None, images: Photographs = None, data: ImageNet = None,
     device: Device = None, processes: Processes = None, ray: Ray = None, cpus: Cpus = None, gpus: Gpus = None,
+    storage: Storage = None,
     root: Root = None, download: Download = False,
 ) -> None:  # fmt: skip
     """Run a paper's table or figure again and print ours beside the paper's."""
@@ -571,7 +577,7 @@ def reproduce(
         "progress": Lines(_console(), [], [], _trained_how),
         "seeds": None if seeds is None else seeds_of(seeds), "only": papers.parse_only(only) if only else None,
         "weights": weights, "images": images, "data": data, "epochs": epochs, "processes": processes,
-        "ray": _cluster(ray, device, cpus, gpus),
+        "ray": _cluster(ray, device, cpus, gpus, storage),
     }  # fmt: skip
     if plan:
         typer.echo(str(papers.plan(name, folder, **given)))
@@ -582,14 +588,14 @@ def reproduce(
         typer.echo(path)
 
 
-def _cluster(address: str | None, device: str | None, cpus: int | None, gpus: float | None) -> Any:
+def _cluster(address: str | None, device: str | None, cpus: int | None, gpus: float | None, storage: str | None) -> Any:
     from .cluster import Cluster
 
     if address is None:
-        if cpus is not None or gpus is not None:
-            raise LabError("--cpus and --gpus say what a run takes of a Ray cluster; give --ray too.")
+        if any(given is not None for given in (cpus, gpus, storage)):
+            raise LabError("--cpus, --gpus and --storage are for runs on a Ray cluster; give --ray too.")
         return None
-    return Cluster.of(address, None if device in (None, "auto") else device, cpus, gpus)
+    return Cluster.of(address, None if device in (None, "auto") else device, cpus, gpus, storage)
 
 
 def _trained_how(settings: Settings) -> str:

@@ -13,11 +13,14 @@ import json
 import math
 import os
 import secrets
+import shutil
+import time
 import zlib
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir, mkdtemp
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -31,8 +34,8 @@ except ImportError:  # this system has no such locks
     _fcntl = None  # type: ignore[assignment]
 
 __all__ = [
-    "Busy", "append_line", "clear_partial", "load_checkpoint", "locked", "misfit", "read_json", "read_lines",
-    "read_log", "read_records", "save_checkpoint", "write_atomic", "write_lines",
+    "Busy", "append_line", "clear_partial", "clear_scratch", "load_checkpoint", "locked", "misfit", "read_json",
+    "read_lines", "read_log", "read_records", "save_checkpoint", "scratch", "write_atomic", "write_lines",
 ]  # fmt: skip
 
 _META = "normlab"  # our key in the metadata of a safetensors file; its value is JSON
@@ -378,10 +381,10 @@ def _no_checkpoint(path: Path, why: str) -> LabError:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, *, patience: float = 0.0) -> Iterator[None]:
     """Lock a folder for one process. The system holds the lock, so a killed process leaves none behind.
 
-    What a killed process had begun to write is removed.
+    What a killed process had begun to write is removed. Another process has so many seconds to let go of the folder.
     """
     if _fcntl is None:
         yield
@@ -392,14 +395,51 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise _sentence(folder, error) from error
     try:
-        try:
-            _fcntl.flock(handle, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(f"Another process is working in {folder}; wait for it, or choose another folder.") from None
+        begun = time.monotonic()
+        while True:
+            try:
+                _fcntl.flock(handle, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() - begun >= patience:
+                    raise Busy(
+                        f"Another process is working in {folder}; wait for it, or choose another folder."
+                    ) from None
+                time.sleep(0.05)
         clear_partial(folder)
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def scratch(kind: str) -> Iterator[Path]:
+    """A temporary folder. Its lock tells :func:`clear_scratch` whether the process that made it is alive."""
+    with ExitStack() as lock:
+        while True:
+            folder = Path(mkdtemp(prefix=_scratch(kind)))
+            with suppress(Busy):
+                lock.enter_context(locked(folder))
+                if (folder / ".lock").exists():  # nobody took it for a dead process' folder before it was locked
+                    break
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_scratch(kind: str, before: Callable[[Path], Any] = lambda folder: None) -> None:
+    """Remove temporary folders of processes that were killed; ``before`` is called with each."""
+    if _fcntl is None:
+        return
+    for folder in Path(gettempdir()).glob(f"{_scratch(kind)}*"):
+        with suppress(LabError), locked(folder):  # of a process that is alive, or of another user's
+            before(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _scratch(kind: str) -> str:
+    return f"normlab-{kind}-"
 
 
 def _end_of_lines(handle: int) -> int:

@@ -13,7 +13,7 @@ Runs and results are found by the digest of their settings, so results of other 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +119,7 @@ def run_study(
                 left.append((settings, open_))
                 _tell_of_training_again(settings, folder / "runs" / settings.name, known, open_, watch)
         if crew is not None:
-            _run_at_once(folder, left, crew, watch, root, tensorboard, lambda settings: data[data_key(settings)])
+            _run_at_once(folder, left, crew, watch, root, tensorboard)
         else:
             for settings, open_ in left:
                 own = data[data_key(settings)]
@@ -133,7 +133,7 @@ def run_study(
 
 def _run_at_once(
     folder: Path, left: Sequence[tuple[Settings, list[Measurement]]], crew: Crew | Cluster, watch: Watcher,
-    root: str | Path | None, tensorboard: bool, data: Callable[[Settings], Source],
+    root: str | Path | None, tensorboard: bool,
 ) -> None:  # fmt: skip
     """Train and measure the runs that are left, several at once."""
     jobs = [
@@ -146,7 +146,7 @@ def _run_at_once(
     for settings, _ in left:
         _check_home(settings, folder / "runs" / settings.name)
     write = partial(append_line, folder / "results.jsonl")
-    if jobs and (passed := run_jobs(jobs, crew, watch, lambda settings, record: write(record), data)):
+    if jobs and (passed := run_jobs(jobs, crew, watch, lambda settings, record: write(record))):
         raise LabError(passed[0])
 
 

@@ -7,7 +7,9 @@ lines. So a script needs no ``if __name__ == "__main__"``, as it would for Pytho
 
 A worker does for one run what :func:`normlab.lab.study.run_study` does, and reports it. The parent writes the results,
 unless they are kept in the run's own folder, which other processes may share. On a Ray cluster the same function does
-a run (:mod:`normlab.lab.cluster`).
+a run (:mod:`normlab.lab.cluster`), and one process here reports of all.
+
+On a GPU a process never ends inside a kernel, which would break others that share the GPU: it ends between two steps.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +45,9 @@ __all__ = [
     "Crew", "Job", "check_processes", "cluster_for", "cores", "crew_for", "longest_first", "perform", "run_jobs",
     "tell", "threads_for",
 ]  # fmt: skip
+
+_ORPHAN = 10.0  # seconds for a process whose parent was killed to let go of its folder
+_GENEROUS = 60.0  # seconds for a process to come to the end of a step, and for Ray to let go of its workers
 
 # Plain values: settings, home, measure, root, tensorboard, and keep: whether results stay in the run's own folder.
 Job = dict[str, Any]
@@ -112,7 +119,11 @@ def cluster_for(ray: str | Cluster, device: torch.device | str | None, processes
         raise LabError(f"processes = {processes} is for one machine without Ray; how many runs a cluster works on at "
                        "once follows from what each takes, --cpus and --gpus.")  # fmt: skip
     name = None if device is None or str(device) == "auto" else str(device)
-    return ray if isinstance(ray, Cluster) else Cluster.of(ray, name)
+    found = ray if isinstance(ray, Cluster) else Cluster.of(ray, name)
+    its = sys.modules.get("ray")
+    if its is not None and its.is_initialized():  # by the program that calls this: its cluster is used
+        return found._replace(address=its.get_runtime_context().gcs_address)
+    return found
 
 
 def check_processes(processes: Any) -> None:
@@ -127,28 +138,30 @@ def longest_first(runs: Sequence[Settings]) -> list[Settings]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], crew: Crew | Cluster, watch: Watcher, record: Callable[[Settings, dict[str, Any]], None],
-    data: Callable[[Settings], Any] | None = None,
+    jobs: Sequence[Job], crew: Crew | Cluster, watch: Watcher, record: Callable[[Settings, dict[str, Any]], None]
 ) -> list[str]:  # fmt: skip
     """Run ``jobs``; tell ``watch`` what happens and ``record`` what is measured.
 
-    Returns a sentence for each run that another process works on; such runs are left to it. ``data`` is where a
-    cluster has the data of a run from; processes of this machine load them themselves.
+    Returns a sentence for each run that another process works on; such runs are left to it.
     """
-    if not isinstance(crew, Crew):
-        from .cluster import run_on
-
-        assert data is not None
-        return run_on(jobs, crew, watch, record, data)
     passed: list[str] = []
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
-    waiting = list(reversed(jobs))
+    waiting: list[Job] = list(reversed(jobs))
     with contextlib.ExitStack() as open_:
-        own = open_.enter_context(mps.shared(watch)) if crew.shares else {}
+        own: dict[str, str] = {}
         workers: list[_Worker] = []
-        open_.callback(lambda: [worker.end() for worker in workers])
-        for k in range(min(len(jobs), crew.number)):
-            workers.append(_Worker(crew, crew.devices[k % len(crew.devices)], own, events))
+        if isinstance(crew, Crew):
+            own = open_.enter_context(mps.shared(watch)) if crew.shares else {}
+            patience = 0.0 if crew.devices[0] == "cpu" else _GENEROUS
+            number, places, threads = crew.number, crew.devices, crew.threads
+            # A kernel whose programs wait for each other would hang if they do not all run.
+            environment = own | ({"NORMLAB_LAUNCHES": "several"} if crew.shares else {})
+        else:  # one process, which has the cluster do all
+            waiting = [{"jobs": list(jobs), "cluster": list(crew), "settings": jobs[0]["settings"]}] if jobs else []
+            patience, number, places, threads, environment = _GENEROUS, 1, ("ray",), 1, {}
+        open_.callback(lambda: _end(workers))
+        for k in range(min(len(waiting), number)):
+            workers.append(_Worker(places[k % len(places)], threads, environment, patience, events))
             workers[-1].give(waiting.pop())
         busy, unsure = len(workers), bool(own)
         while busy:
@@ -157,14 +170,15 @@ def run_jobs(
                 raise LabError(worker.last_words())
             if event["event"] == "error":
                 raise LabError(event["sentence"])
-            if event["event"] in ("done", "busy"):
-                passed.extend([event["sentence"]] if "sentence" in event else [])
+            if event["event"] == "busy":
+                passed.append(event["sentence"])
+            elif event["event"] == "done":
                 busy -= 1
                 if waiting:
                     worker.give(waiting.pop())
                     busy += 1
             else:
-                tell(watch, record, worker.settings, event)
+                tell(watch, record, worker.settings_of(event), event)
             if unsure and event["event"] == "epoch":
                 unsure = False
                 if not mps.serving(own):
@@ -196,18 +210,19 @@ def _event_of(line: str) -> dict[str, Any] | None:
 class _Worker:
     """The parent's side of a process that takes one job at a time."""
 
-    def __init__(self, crew: Crew, device: str, own: dict[str, str], events: queue.Queue[Any]) -> None:
+    def __init__(
+        self, device: str, threads: int, more: dict[str, str], patience: float, events: queue.Queue[Any]
+    ) -> None:
         # The worker imports from the same places, also from a source tree that is not installed.
         paths = os.pathsep.join(p for p in sys.path if p)
-        environment = {**os.environ, **own, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(crew.threads)}
-        if crew.shares:  # a kernel whose programs wait for each other would hang if they do not all run
-            environment["NORMLAB_LAUNCHES"] = "several"
+        environment = {**os.environ, **more, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+        self.device, self.patience = device, patience
         self.process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.workers", device], env=environment, text=True,
+            [sys.executable, "-m", f"{__package__}.workers", device, str(patience)], env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.settings = Settings()
-        self.errors: list[str] = []
+        self.errors: deque[str] = deque(maxlen=20)
         reads = ((self.process.stdout, self._listen), (self.process.stderr, self._collect))
         self.ears = [threading.Thread(target=read, args=(s, events), daemon=True) for s, read in reads]
         for ear in self.ears:
@@ -219,6 +234,11 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # the event of its end says so
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
+
+    def settings_of(self, event: dict[str, Any]) -> Settings:
+        """Of the run that an event is about; of a cluster's, it says so."""
+        own = event.get("settings")
+        return self.settings if own is None else Settings.from_values(own, source="a job")
 
     def _listen(self, stream: IO[str], events: queue.Queue[Any]) -> None:
         try:
@@ -233,23 +253,53 @@ class _Worker:
 
     def last_words(self) -> str:
         code = self.process.wait()
-        said = "".join(self.errors[-20:]).strip()
+        said = "".join(self.errors).strip()
+        if self.device == "ray" and "Traceback" not in said:
+            from .cluster import GONE
+
+            return f"Ray ended its process here (code {code}): its head, or its part on this machine, is gone. {GONE}"
         if code < 0:
             why = ", perhaps because memory ran out" if code == -signal.SIGKILL else f" (signal {-code})"
             return (f"the process of {self.settings.name} was killed from outside{why}. "
                     "What is finished is kept; the same command again goes on.")  # fmt: skip
         return f"the process of {self.settings.name} ended with code {code}" + (f":\n{said}" if said else ".")
 
-    def end(self) -> None:
-        """Stop at once: finished epochs and measurements are on the disk."""
-        self.process.kill()
-        self.process.wait()
+    def ask(self) -> None:
+        """To end: at once, or between two steps. Finished epochs and measurements are on the disk."""
+        if not self.patience:
+            self.process.kill()
+        self._close(self.process.stdin)
+
+    def end(self, deadline: float) -> None:
+        """By then it is killed if it has not ended."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         for ear in self.ears:
             ear.join()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # the worker no longer reads
-                    stream.close()
+        for stream in (self.process.stdout, self.process.stderr):
+            self._close(stream)
+
+    @staticmethod
+    def _close(stream: IO[str] | None) -> None:
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):  # the worker no longer reads
+                stream.close()
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.ask()
+    deadline = time.monotonic() + max((worker.patience for worker in workers), default=0.0)
+    try:
+        for worker in workers:
+            worker.end(deadline)
+    except KeyboardInterrupt:  # a user who does not want to wait
+        for worker in workers:
+            worker.end(0.0)
+        raise
 
 
 # --- the worker's side ------------------------------------------------------------------------------------------------
@@ -280,20 +330,31 @@ class _Teller(Watcher):
         self.say("measuring_step", arguments=[measurement, done, total])
 
 
-def _jobs() -> Iterator[Job]:
-    """What the parent gives. Where it is gone, its end of the pipe closes, and this process ends at once: it would
-    hold the lock of a folder that the same command, given again, needs.
+_ended = threading.Event()  # the parent is gone, or wants no more
+
+
+def _jobs(patience: float) -> Iterator[Job]:
+    """What the parent gives. Where it is gone, its end of the pipe closes, and this process ends: it would hold the
+    lock of a folder that the same command, given again, needs. It has so many seconds to come to the end of a step.
     """
-    given: queue.Queue[str] = queue.Queue()
+    given: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def end(*_: Any) -> None:
+        _ended.set()
+        given.put("")
 
     def listen() -> None:
         for line in sys.stdin:
             given.put(line)
+        end()
+        time.sleep(patience)
         os._exit(1)
 
+    if patience:
+        signal.signal(signal.SIGTERM, end)  # a scheduler that stops all processes
     threading.Thread(target=listen, daemon=True).start()
-    while True:
-        yield json.loads(given.get())
+    while line := given.get():
+        yield json.loads(line)
 
 
 def perform(job: Job, load: Callable[[Settings], Any], place: torch.device, say: Callable[..., None]) -> None:
@@ -305,7 +366,8 @@ def perform(job: Job, load: Callable[[Settings], Any], place: torch.device, say:
     settings, home = Settings.from_values(job["settings"], source="a job"), Path(job["home"])
     try:
         watch, data = _Teller(say), load(settings)
-        with locked(home):
+        # A process of a killed command may still be on its way out. Folders that others share are left to them.
+        with locked(home, patience=0.0 if job.get("keep") else _ORPHAN):
             model = trained(settings, data, home, watch, place, tensorboard=job["tensorboard"])
             # Another process may have measured in a shared folder meanwhile.
             done = {r["measurement"] for r in read_records(home)} if job.get("keep") else set()
@@ -317,6 +379,7 @@ def perform(job: Job, load: Callable[[Settings], Any], place: torch.device, say:
         say("done")
     except Busy as error:
         say("busy", sentence=str(error))
+        say("done")
     except LabError as error:
         say("error", sentence=str(error))
     except Exception as error:
@@ -325,7 +388,7 @@ def perform(job: Job, load: Callable[[Settings], Any], place: torch.device, say:
         say("error", sentence=f"{settings.name}: {sentence}")
 
 
-def _work(device: str) -> None:
+def _work(device: str, patience: float) -> None:
     from .study import data_key, load_data
 
     # Only events may go to the parent, so what libraries print goes to stderr.
@@ -335,10 +398,13 @@ def _work(device: str) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
     def say(event: str, **more: Any) -> None:
+        """Called between steps, so it is here that this process ends."""
+        if _ended.is_set():
+            raise SystemExit
         out.write(json.dumps({"event": event, **more}) + "\n")
         out.flush()
 
-    place = torch.device(device)
+    place = torch.device("cpu" if device == "ray" else device)
     loaded: tuple[Any, Any] = (None, None)
 
     def load(settings: Settings, root: str | None) -> Any:
@@ -349,10 +415,19 @@ def _work(device: str) -> None:
             loaded = (key, load_data(settings, root=root).to(place))
         return loaded[1]
 
-    for job in _jobs():
-        perform(job, partial(load, root=job.get("root")), place, say)
+    try:
+        for job in _jobs(patience):
+            if "cluster" in job:
+                from .cluster import Cluster, drive
+
+                drive(job["jobs"], Cluster(*job["cluster"]), say, load, _ended)
+            else:
+                perform(job, partial(load, root=job.get("root")), place, say)
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    _work(sys.argv[1])
+    _work(sys.argv[1], float(sys.argv[2]))

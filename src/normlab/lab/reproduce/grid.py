@@ -195,18 +195,15 @@ def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Colu
     if crew is None or not cells:
         return set()
 
-    def data(settings: Settings) -> Any:
-        return load_data(settings, root=ctx.root, download=ctx.download)
-
-    for settings in {data_key(s): s for s in cells}.values():
-        data(settings)  # downloads once, or raises before any training
+    for settings in {data_key(s): s for s in cells}.values():  # downloads once, or raises before any training
+        load_data(settings, root=ctx.root, download=ctx.download)
     homes = {s: ctx.folder / "runs" / s.name for s in cells}
     jobs = [
         {"settings": s.values(), "home": str(homes[s]), "measure": _open(homes[s], s, columns).own,
          "root": None if ctx.root is None else str(ctx.root), "tensorboard": False, "keep": True}
         for s in longest_first(cells)
     ]  # fmt: skip
-    run_jobs(jobs, crew, ctx.progress or Watcher(), lambda settings, record: None, data)
+    run_jobs(jobs, crew, ctx.progress or Watcher(), lambda settings, record: None)
     left = {s: _open(homes[s], s, columns) for s in cells}
     return {s for s, now in left.items() if not (now.training or now.own or now.weights)}
 
