@@ -5,6 +5,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from normlab import lab
-from normlab.lab import LabError, Settings, Watcher, mps, workers
+from normlab.lab import LabError, Settings, Watcher, mps, store, workers
 from normlab.lab.reproduce import run
 from normlab.lab.store import locked
 from normlab.lab.workers import Crew, crew_for, longest_first, run_jobs, threads_for
@@ -197,10 +198,63 @@ def test_without_room_for_its_files_there_is_no_daemon(control, monkeypatch):
     def full(**_: object) -> None:
         raise FileNotFoundError("no usable temporary directory")
 
-    monkeypatch.setattr(mps.tempfile, "TemporaryDirectory", full)
+    monkeypatch.setattr(store, "mkdtemp", full)
     with mps.shared(watch) as own:
         assert own == {}
     assert "did not start (no usable temporary directory)" in watch.notes[0]
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_daemon_of_a_killed_command_is_ended_by_the_next(tmp_path, control, monkeypatch):
+    asked = control()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(store, "gettempdir", lambda: str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    killed = """
+import os, signal, tempfile
+from normlab.lab import Watcher, mps
+tempfile.tempdir = None
+with mps.shared(Watcher()):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", killed], env={**os.environ}).returncode == -signal.SIGKILL
+    (left,) = (tmp_path / "temporary").iterdir()
+    workers.clear_killed()
+    assert [line.split()[0] for line in asked()] == ["start", "quit"] and not left.exists()
+    with mps.shared(Teller()):
+        workers.clear_killed()  # a living one stays
+    assert [line.split()[0] for line in asked()] == ["start", "quit", "start", "quit"]
+
+
+class Stop(Watcher):
+    """Interrupts the command in the middle of a training."""
+
+    def epoch(self, line):
+        raise KeyboardInterrupt
+
+
+def test_a_process_on_a_gpu_ends_between_two_steps(tmp_path, control, started, monkeypatch):
+    """A kernel that is killed would break other clients of the daemon. What does not answer is killed in the end."""
+    control()
+    (job, *_) = jobs_in(tmp_path)
+    job["settings"] = TINY.with_(epochs=100_000).values()
+    ends = []
+    wait = workers._Worker.end
+    monkeypatch.setattr(workers._Worker, "end", lambda self, by: (wait(self, by), ends.append(self.process.returncode)))
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([job], Crew(2, 1, ("cpu:0",)), Stop(), lambda *_: None)  # stands for a GPU
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([job], Crew(2, 1), Stop(), lambda *_: None)
+    monkeypatch.setattr(workers, "_GENEROUS", 0.2)
+
+    class Hang(Watcher):
+        def epoch(self, line):
+            os.kill(started[-1][0], signal.SIGSTOP)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([job], Crew(2, 1, ("cpu:0",)), Hang(), lambda *_: None)
+    assert ends == [0, -signal.SIGKILL, -signal.SIGKILL]
 
 
 @pytest.mark.parametrize(("visible", "seen"), [("", None), ("3,1", "0,1"), ("GPU-ab12", None)])

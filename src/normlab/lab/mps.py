@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from .store import clear_scratch, scratch
 from .watcher import Watcher
 
-__all__ = ["serving", "shared"]
+__all__ = ["clear", "serving", "shared"]
 
 _CONTROL = "nvidia-cuda-mps-control"
 _USUAL = Path("/tmp/nvidia-mps/control")  # where a daemon is by default
@@ -39,9 +39,8 @@ def shared(watch: Watcher) -> Iterator[dict[str, str]]:
         return
     with ExitStack() as open_:
         try:
-            made = tempfile.TemporaryDirectory(prefix="normlab-mps-", ignore_cleanup_errors=True)
-            folder = Path(open_.enter_context(made))
-            own = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
+            folder = open_.enter_context(scratch("mps"))
+            own = _places(folder)
             for part in own.values():
                 Path(part).mkdir()
             said = _started(control, own, folder / "said")
@@ -58,6 +57,15 @@ def shared(watch: Watcher) -> Iterator[dict[str, str]]:
         finally:
             if _asked("quit -t 5", own) is None:
                 watch.note(f"{_CONTROL}, which was started for this, did not end; stop its process by hand.")
+
+
+def clear() -> None:
+    """End the daemons of commands that were killed."""
+    clear_scratch("mps", lambda folder: _asked("quit -t 5", _places(folder)))
+
+
+def _places(folder: Path) -> dict[str, str]:
+    return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
 
 
 def serving(own: dict[str, str]) -> bool:

@@ -35,7 +35,7 @@ from .tasks import TASKS, Context, Source, like, task_of
 from .tasks import task as task_by_name
 from .torchrun import led, together
 from .watcher import Watcher
-from .workers import Crew, cluster_for, crew_for, run_jobs
+from .workers import Crew, clear_killed, cluster_for, crew_for, run_jobs
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -102,6 +102,7 @@ def run_study(
     crew = crew_for(place, processes, len(grid)) if ray is None else cluster_for(ray, device, processes)
     data = _checked_data(grid, measurements, root=root, download=download)
     _merged(study)
+    clear_killed()
     with locked(folder):
         write_atomic(folder / "study.toml", _merged(study).to_toml())
         there: dict[str, dict[str, dict[str, Any]]] = {}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -128,6 +130,7 @@ def run(command: Callable[[], Any], words: Words) -> NoReturn:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         return 0
 
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     code, store = 0, None
     try:
         with joined() as ranks:
@@ -156,6 +159,13 @@ def _left(error: BaseException) -> tuple[str, int] | None:
     """What to say where an exchange broke because another process is gone."""
     broken = isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
     return ("normlab: the connection to another process broke; see which one ended, and why.", 1) if broken else None
+
+
+def _end_with(parent: int) -> None:
+    """Where torchrun was killed, its processes would train on, in a folder that the same command needs again."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _store() -> Any:

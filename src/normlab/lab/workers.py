@@ -34,7 +34,7 @@ import torch
 from . import mps
 from .errors import LabError, of_memory
 from .settings import Settings
-from .store import Busy, read_json
+from .store import Busy, clear_scratch, read_json
 from .torchrun import led
 from .watcher import Watcher
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 __all__ = [
-    "Crew", "Job", "check_processes", "cluster_for", "cores", "crew_for", "longest_first", "perform", "run_jobs",
-    "tell", "threads_for",
+    "Crew", "Job", "check_processes", "clear_killed", "cluster_for", "cores", "crew_for", "longest_first", "perform",
+    "run_jobs", "tell", "threads_for",
 ]  # fmt: skip
 
 _ORPHAN = 10.0  # seconds for a process whose parent was killed to let go of its folder
@@ -129,6 +129,13 @@ def cluster_for(ray: str | Cluster, device: torch.device | str | None, processes
 def check_processes(processes: Any) -> None:
     if processes is not None and (not isinstance(processes, int) or processes < 1):
         raise LabError(f"processes = {processes!r} runs nothing; expected a whole number, 1 or more.")
+
+
+def clear_killed() -> None:
+    """Remove what killed commands have left on this machine: temporary folders, and CUDA's MPS."""
+    mps.clear()
+    for kind in ("run", "ray"):
+        clear_scratch(kind)
 
 
 def longest_first(runs: Sequence[Settings]) -> list[Settings]:

@@ -186,8 +186,9 @@ def run_grid(ctx: Context, grid: Grid, seeds: Sequence[int]) -> Cells:
 def _run_at_once(ctx: Context, cells: Sequence[Settings], columns: Sequence[Column]) -> set[Settings]:
     """Train and measure cells in several processes, if asked to. Returns those that are then complete."""
     from ..study import data_key, load_data, pick_device
-    from ..workers import crew_for, longest_first, run_jobs
+    from ..workers import clear_killed, crew_for, longest_first, run_jobs
 
+    clear_killed()
     if ctx.ray is None:
         crew = crew_for(pick_device(ctx.device), 1 if ctx.processes is None else ctx.processes, len(cells))
     else:
