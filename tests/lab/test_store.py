@@ -175,6 +175,34 @@ def test_checkpoints_keep_tied_weights_layouts_and_words(tmp_path):
     assert torch.equal(tensors["x"], images) and torch.equal(tensors["view"], images[:, 1:])
 
 
+def test_the_old_checkpoint_is_kept_until_the_new_one_is_read_back(tmp_path, monkeypatch):
+    path = save_checkpoint(tmp_path / "a.safetensors", {"w": torch.zeros(1000)}, {"epoch": 1})
+    before, sync = path.read_bytes(), os.fsync
+
+    def fails(file):
+        os.pwrite(file, b"x", 2000)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(LabError, match="what was read back is something else from byte 0 on: the disk"):
+        save_checkpoint(path, {"w": torch.ones(1000)}, {"epoch": 2})
+    monkeypatch.setattr(os, "fsync", lambda file: os.ftruncate(file, 100))
+    with pytest.raises(LabError, match="read back is something else from byte 100 on"):
+        save_checkpoint(path, {"w": torch.ones(1000)}, {"epoch": 2})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    assert load_checkpoint(path)[1] == {"epoch": 1}
+
+
+def test_a_checkpoint_of_a_newer_version_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_FORMAT", 2)
+    path = save_checkpoint(tmp_path / "a.safetensors", {"w": torch.zeros(2)}, {})
+    monkeypatch.undo()
+    with pytest.raises(
+        LabError, match="of format 2, and this version of normlab reads formats up to 1: it was written by"
+    ):
+        load_checkpoint(path)
+
+
 def test_what_is_no_checkpoint_is_a_sentence(tmp_path):
     good = save_checkpoint(tmp_path / "a.safetensors", {"w": torch.arange(100.0)}, {})
     whole = good.read_bytes()

@@ -40,6 +40,7 @@ __all__ = [
 
 _META = "normlab"  # our key in the metadata of a safetensors file; its value is JSON
 _CHECK = "crc32"  # the name of the checksum in it; files of older versions have none
+_FORMAT = 1  # of checkpoints; files of older versions say none
 
 
 class Whole(NamedTuple):
@@ -77,10 +78,11 @@ class Busy(LabError):
     """Another process works in the folder."""
 
 
-def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -> Path:
+def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True, verify: bool = False) -> Path:
     """Write ``content`` to ``path``. After a failure the file is unchanged.
 
-    ``sync=False`` does not wait for the disk: safe against a killed process, not against a power cut.
+    ``sync=False`` does not wait for the disk: safe against a killed process, not against a power cut. With ``verify``
+    the old file is kept until the new one was read back.
     """
     path = Path(path)
     if path.is_dir():
@@ -98,6 +100,8 @@ def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -
             file.flush()
             if sync:
                 os.fsync(file.fileno())
+            if verify:
+                _read_back(file, data, path)
             os.replace(partial, path)
     except BaseException as error:
         with suppress(OSError):
@@ -108,10 +112,25 @@ def write_atomic(path: str | Path, content: bytes | str, *, sync: bool = True) -
     return path
 
 
+def _read_back(file: IO[bytes], data: bytes, path: Path) -> None:
+    """Compare a file with what was written to it, from the disk where the system allows that."""
+    with suppress(AttributeError, OSError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file.seek(0)
+    at, view = 0, memoryview(data)
+    while piece := file.read(1 << 20):
+        if piece != view[at : at + len(piece)]:
+            break
+        at += len(piece)
+    if at != len(data) or piece:
+        raise LabError(f"{path} was written, and what was read back is something else from byte {at:,} on: the disk or "
+                       "its connection fails. The file from before is unchanged.")  # fmt: skip
+
+
 def _own_file(path: Path) -> IO[bytes]:
     """A new file, locked while it is open: so others see that it is being written (:func:`clear_partial`)."""
     while True:
-        file = path.open("xb")
+        file = path.open("x+b")
         with suppress(OSError):  # a file system without locks
             if _fcntl is not None:
                 _fcntl.flock(file, _fcntl.LOCK_EX)
@@ -326,15 +345,18 @@ def finite(value: Any) -> Any:
 def save_checkpoint(
     path: str | Path, tensors: Mapping[str, Tensor] | torch.nn.Module, meta: Mapping[str, Any], *, sync: bool = True
 ) -> Path:
-    """Store tensors by name, or a module's state, with ``meta`` in a safetensors file."""
+    """Store tensors by name, or a module's state, with ``meta`` in a safetensors file.
+
+    An older file of that name is kept until the new one is on the disk and was read back.
+    """
     from safetensors.torch import save
 
     state = tensors.state_dict() if isinstance(tensors, torch.nn.Module) else tensors
     # Copied, because safetensors refuses names that share memory (tied weights).
     host = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()}
     about = finite(meta)
-    words = json.dumps(about | {_CHECK: _checksum(about, host)}, ensure_ascii=False)
-    return write_atomic(path, save(host, {_META: words}), sync=sync)
+    words = json.dumps(about | {"format": _FORMAT, _CHECK: _checksum(about, host)}, ensure_ascii=False)
+    return write_atomic(path, save(host, {_META: words}), sync=sync, verify=sync)
 
 
 def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
@@ -367,6 +389,11 @@ def load_checkpoint(
     meta = read_json(words)
     if not isinstance(meta, dict):
         raise _no_checkpoint(path, "its description is no JSON object")
+    if wrong := misfit({"format": (of := meta.pop("format", _FORMAT))}, {"format": Whole(1)}):
+        raise _no_checkpoint(path, wrong)
+    if of > _FORMAT:
+        raise LabError(f"{path} is of format {of}, and this version of normlab reads formats up to {_FORMAT}: it was "
+                       "written by a newer one. Update normlab, or use another folder.")  # fmt: skip
     if (stored := meta.pop(_CHECK, None)) is not None and stored != _checksum(meta, tensors):
         raise _no_checkpoint(path, "its checksum is of other content")
     return {name: tensor.to(device) for name, tensor in tensors.items()}, meta
