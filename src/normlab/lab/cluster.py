@@ -42,7 +42,7 @@ _PAUSE = 2.0  # seconds at least between two shipments of a run's files, and ten
 _SECONDS = 20.0  # for the head of a cluster to answer
 _BEAT = 1.0  # seconds between two questions to it
 _SILENCE = 10.0  # seconds without an answer after which it is gone; after 60, Ray itself would end this process
-_LONGEST = 40  # letters of a folder that sockets of Ray fit into
+_LONGEST = 42  # letters of a folder that sockets of Ray fit into
 _TRIES = 3  # of a run that is lost without a finished epoch in between
 
 
@@ -281,7 +281,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
     try:
         if ":" in cluster.address:  # Ray itself would try for minutes
             _reach(cluster.address)
-        if cluster.address == "local" and len(str(folder := own.enter_context(scratch("ray")))) < _LONGEST:
+        if cluster.address == "local" and len(str(folder := own.enter_context(scratch("ray")))) <= _LONGEST:
             given["_temp_dir"] = str(folder)  # Ray itself leaves its logs behind
         ray.init(cluster.address, runtime_env={**code, "env_vars": environment}, **given)
     except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
