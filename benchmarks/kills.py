@@ -146,9 +146,11 @@ def killed(kind: str, folder: Path, draw: random.Random, number: int) -> dict[st
     opened: Any = cluster(folder) if kind == "head" else nullcontext()
     with opened as machines:
         process = begun(kind, folder, machines.address if machines else "")
-        while not (folder / "study" / "study.toml").exists() and process.poll() is None:
+        # A third of the moments are in the study's beginning, the others in its epochs.
+        first, most = ("study.toml", 8.0) if draw.random() < 0.3 else ("runs/*/log.jsonl", 4.0)
+        while not list((folder / "study").glob(first)) and process.poll() is None:
             time.sleep(0.01)
-        start, wait = time.monotonic(), draw.uniform(0, {"ray": 25, "head": 25, "torchrun": 10}.get(kind, 8))
+        start, wait = time.monotonic(), draw.uniform(0, most)
         with suppress(subprocess.TimeoutExpired):
             process.wait(wait)
         moment = time.monotonic() - start
@@ -172,7 +174,7 @@ def killed(kind: str, folder: Path, draw: random.Random, number: int) -> dict[st
     what = {-9: "killed", 0: "completed"}.get(
         code, next((s for s in reversed(said) if "normlab: " in s), f"code {code}")
     )
-    return {"victim": hit, "seconds": round(moment, 2), "epochs_before": epochs, "files_read": files,
+    return {"victim": hit, "seconds": round(moment, 2), "after": first, "epochs_before": epochs, "files_read": files,
             "then": what[:60]}  # fmt: skip
 
 

@@ -52,6 +52,21 @@ def test_a_line_of_another_version_is_named(tmp_path):
         store.read_records(tmp_path)
 
 
+def test_one_changed_letter_of_a_line_is_seen_and_lines_of_older_versions_are_read(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"a": 1}\n')  # as older versions wrote it
+    store.append_line(path, {"b": 2.5, "c": {"d": []}})
+    assert store.read_lines(path) == [{"a": 1}, {"b": 2.5, "c": {"d": []}}]
+    assert json.loads(path.read_text().splitlines()[1])["b"] == 2.5  # plain JSON for others
+    whole = path.read_text()
+    path.write_text(whole.replace("2.5", "2.6"))
+    with pytest.raises(LabError, match=r"line 2, is not what was written: its crc32 is of other content"):
+        store.read_lines(path)
+    path.write_text(whole.replace('"}', '" }'))
+    with pytest.raises(LabError, match=r"line 2, is not what was written: its crc32 is not at its end"):
+        store.read_lines(path)
+
+
 def test_long_files_are_appended_after_their_last_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"a": "' + b"x" * 200_000 + b'"}\n' + b"y" * 150_000)
@@ -96,7 +111,8 @@ for write in (
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LAST_RESORT)
     assert (tmp_path / "text").read_text() == "before"
     assert load_checkpoint(tmp_path / "weights.safetensors")[1] == {"epoch": 1}
-    assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
+    assert store.read_lines(tmp_path / "lines.jsonl") == [{"a": 1}]
+    assert (tmp_path / "lines.jsonl").read_bytes().count(b"\n") == 1
     assert not list(tmp_path.glob(".*partial"))
 
 

@@ -3,8 +3,8 @@
 A killed process leaves the last complete file. JSON lines are appended in one write. The reader skips a line that was
 cut off, and the next writer removes it.
 
-What is read back is checked: JSON for its types (:func:`misfit`), a checkpoint for its checksum. So a file that was
-damaged or changed by hand is named in a sentence.
+What is read back is checked: checkpoints and lines for their checksums, JSON for its types (:func:`misfit`). So a file
+that was damaged or changed by hand is named in a sentence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import time
@@ -39,7 +40,8 @@ __all__ = [
 ]  # fmt: skip
 
 _META = "normlab"  # our key in the metadata of a safetensors file; its value is JSON
-_CHECK = "crc32"  # the name of the checksum in it; files of older versions have none
+_CHECK = "crc32"  # the name of a checksum; files of older versions have none
+_END = re.compile(rb', "crc32": "([0-9a-f]{8})"}$')  # of a line
 _FORMAT = 1  # of checkpoints; files of older versions say none
 
 
@@ -159,7 +161,7 @@ def clear_partial(folder: Path, name: str = "") -> None:
 def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
     """Append one JSON object as a line, and wait for the disk. After a failure the file is unchanged."""
     path = Path(path)
-    line = (json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    line = _line(record)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -184,23 +186,30 @@ def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
         os.close(handle)
 
 
+def _line(record: Mapping[str, Any]) -> bytes:
+    """A JSON object as a line, with a checksum of the rest at its end."""
+    text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False).encode()
+    return text[:-1] + f', "{_CHECK}": "{zlib.crc32(text):08x}"}}\n'.encode() if record else text + b"\n"
+
+
 def read_lines(path: str | Path, *needs: str, like: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; none if there is no file. A cut-off last line is skipped.
 
     ``needs`` are names that every object must have, and ``like`` says of which kind their values are (:func:`misfit`).
     """
     path = Path(path)
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise LabError(f"{path} cannot be read: {error.strerror}.") from error
-    records = []
-    for number, line in enumerate(text.split(b"\n")[:-1], 1):  # a cut-off line has no newline
-        record = read_json(line)
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(_whole_lines(path), 1):
+        end = _END.search(line)
+        if end is not None and int(end[1], 16) != zlib.crc32(b"}", zlib.crc32(memoryview(line)[: end.start()])):
+            raise _of_line(path, number, f"is not what was written: its {_CHECK} is of other content")
+        text = line.decode(errors="replace")
+        del line  # long lines take most of the memory
+        record = read_json(text)
         if not isinstance(record, dict):
             raise _of_line(path, number, "is not a JSON object")
+        if record.pop(_CHECK, None) is not None and end is None:
+            raise _of_line(path, number, f"is not what was written: its {_CHECK} is not at its end")
         lacks = next((name for name in needs if record.get(name) is None), None)
         if lacks is not None:
             raise _of_line(path, number, f"has no {lacks!r}")
@@ -208,6 +217,18 @@ def read_lines(path: str | Path, *needs: str, like: Mapping[str, Any] | None = N
             raise _of_line(path, number, f"does not fit: {wrong}")
         records.append(record)
     return records
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while (line := file.readline()).endswith(b"\n"):  # a cut-off line has no newline
+                yield line[:-1]
+                del line
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise LabError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def read_json(text: str | bytes) -> Any:
@@ -325,8 +346,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 def write_lines(path: str | Path, records: list[dict[str, Any]]) -> Path:
     """Replace a file of JSON lines."""
-    lines = (json.dumps(finite(r), ensure_ascii=False, allow_nan=False) + "\n" for r in records)
-    return write_atomic(path, "".join(lines))
+    return write_atomic(path, b"".join(map(_line, records)))
 
 
 def finite(value: Any) -> Any:
