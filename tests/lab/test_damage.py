@@ -1,6 +1,7 @@
-"""Checkpoints as no writer leaves them: bytes that changed, and descriptions that were changed on purpose.
+"""Files as no writer leaves them: bytes that changed, and descriptions that were changed on purpose.
 
-Every such file gives a sentence or the right answer. ``python tests/lab/test_damage.py 20000`` tries more of them.
+Every such checkpoint, log and file of results gives a sentence or the right answer. ``benchmarks/damage.py`` tries more
+of them, and measures time and memory.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from normlab.lab import LabError, Settings, load_model, study
 from normlab.lab.models import common
 from normlab.lab.run_state import load_weights
-from normlab.lab.store import load_checkpoint
+from normlab.lab.store import load_checkpoint, read_log, read_records
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +83,9 @@ def _moved(whole: bytes, draw: random.Random) -> bytes:
 
 
 def _place(whole: bytes, draw: random.Random) -> int:
-    """Half of the time in the header, which is small."""
+    """Half of the time in the header, which is small; lines of JSON have none."""
+    if whole.startswith(b"{"):
+        return draw.randrange(len(whole))
     header = 8 + struct.unpack("<Q", whole[:8])[0]
     return draw.randrange(header) if draw.random() < 0.5 else draw.randrange(len(whole))
 
@@ -153,10 +154,10 @@ class Whole(NamedTuple):
     logits: Tensor  # of its network
 
 
-def written(folder: Path) -> list[Whole]:
+def written(folder: Path, settings: Settings = TINY) -> list[Whole]:
     """The kept weights and the state of two runs: without and with averaged weights."""
-    study.train(TINY, folder / "a")
-    study.train(TINY.with_(model="small", depth=0, width=0, norm="group(4)", ema=0.9, epochs=1), folder / "b")
+    study.train(settings, folder / "a")
+    study.train(settings.with_(model="small", depth=0, width=0, norm="group(4)", ema=0.9, epochs=1), folder / "b")
     paths = [folder / run / f"{name}.safetensors" for run in "ab" for name in ("best", "last")]
     return [Whole(path.read_bytes(), logits(load_model(path)[0])) for path in paths]
 
@@ -169,6 +170,10 @@ def logits(model: nn.Module) -> Tensor:
 def outcome(found: Whole, path: Path, draw: random.Random) -> str:
     content, crafted = damaged(found.content, draw)
     path.write_bytes(content)
+    return answer_of(found, path, crafted=crafted)
+
+
+def answer_of(found: Whole, path: Path, *, crafted: bool) -> str:
     try:
         model, _ = load_model(path)
     except LabError as error:
@@ -177,6 +182,79 @@ def outcome(found: Whole, path: Path, draw: random.Random) -> str:
         return "a model"
     assert torch.equal(logits(model), found.logits)
     return "the right answer"
+
+
+class Lines(NamedTuple):
+    """A file of JSON lines as it was written."""
+
+    content: bytes
+    name: str
+    records: set[str]
+
+
+def written_lines(folder: Path, settings: Settings = TINY) -> list[Lines]:
+    """The log and the results of a run, with curves, samples and corruptions among them."""
+    study.train(settings, folder, measure=["clean", "noise-curve", "fgsm"])
+    return [
+        Lines((folder / "log.jsonl").read_bytes(), "log.jsonl", texts(read_log(folder))),
+        Lines((folder / "results.jsonl").read_bytes(), "results.jsonl", texts(read_records(folder))),
+    ]
+
+
+def texts(records: list[dict[str, Any]]) -> set[str]:
+    return {json.dumps(record) for record in records}
+
+
+def damaged_lines(whole: bytes, draw: random.Random) -> tuple[bytes, bool]:
+    """A file of lines with one thing wrong, and whether it was made with intent: that line has no checksum then."""
+    if draw.random() < 0.5:
+        return draw.choice((_flipped, _cut, _longer, _moved, _overwritten))(whole, draw), False
+    lines = whole.splitlines()
+    at = draw.randrange(len(lines))
+    record = json.loads(lines[at])
+    del record["crc32"]
+    where: Any = record
+    while True:  # some place in it, however deep
+        keys = list(where) if isinstance(where, dict) else range(len(where))
+        key = draw.choice(keys)
+        if not isinstance(where[key], (dict, list)) or not where[key] or draw.random() < 0.3:
+            break
+        where = where[key]
+    if draw.random() < 0.2:
+        del where[key]
+    else:
+        where[key] = draw.choice(ODD)
+    lines[at] = json.dumps(record).encode()
+    return b"\n".join(lines) + b"\n", True
+
+
+def outcome_of_lines(found: Lines, folder: Path, draw: random.Random) -> str:
+    content, crafted = damaged_lines(found.content, draw)
+    (folder / found.name).write_bytes(content)
+    return answer_of_lines(found, folder, crafted=crafted)
+
+
+def answer_of_lines(found: Lines, folder: Path, *, crafted: bool) -> str:
+    try:
+        records = read_log(folder) if found.name == "log.jsonl" else read_records(folder)
+    except LabError as error:
+        return "a sentence" if len(str(error)) < 1500 else "a long sentence"
+    if crafted:  # it says something else that makes sense
+        return "other records"
+    assert texts(records) <= found.records  # a line that was cut off counts as not written
+    return "the right answer"
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory) -> list[Lines]:
+    return written_lines(tmp_path_factory.mktemp("lines"))
+
+
+def test_damaged_results_give_a_sentence_or_the_right_answer(lines, tmp_path):
+    draw = random.Random(0)
+    seen = Counter(outcome_of_lines(draw.choice(lines), tmp_path, draw) for _ in range(400))
+    assert seen.keys() <= {"a sentence", "other records", "the right answer"}
+    assert seen["a sentence"] > 200 and seen["other records"] > 5 and seen["the right answer"] > 5
 
 
 @pytest.fixture(scope="module")
@@ -277,10 +355,3 @@ def test_values_that_no_training_leaves_are_refused(tmp_path, name, change, sent
         common.load_weights(model, str(tmp_path / "a.pt"), "the model")
     load_weights(model, {k: v.half() if v.is_floating_point() else v for k, v in state.items()}, "a file")
     load_weights(model, state | {"0.weight": torch.full((8,), torch.nan)}, "a run", diverged=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        draw, all_ = random.Random(), written(Path(folder))
-        print(Counter(outcome(draw.choice(all_), Path(folder, "a.safetensors"), draw) for _ in range(int(sys.argv[1]))))
