@@ -325,10 +325,11 @@ def _yielding(job: Job, files: list[Any], data: Any, own: Mapping[str, Any], clu
         changes = _Changes(home, there)
 
         def say(event: str, **more: Any) -> None:
-            last = event in ("done", "error")
+            # What is measured is finished, so its weights come back before it does.
+            now = event in ("measured", "done", "error")
             if event == "measured" and storage is not None and not job.get("keep"):
                 append_line(home / _RESULTS, more["record"])  # for the storage; the command has them in the study's
-            if (last or event in ("epoch", "measured")) and (changed := changes.read(now=last)):
+            if (now or event == "epoch") and (changed := changes.read(now=now)):
                 if storage is not None:
                     storage.write(changed)
                 changed = changed if job.get("keep") else {k: v for k, v in changed.items() if k != _RESULTS}

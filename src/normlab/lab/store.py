@@ -409,7 +409,7 @@ def load_checkpoint(
     meta = read_json(words)
     if not isinstance(meta, dict):
         raise _no_checkpoint(path, "its description is no JSON object")
-    if wrong := misfit({"format": (of := meta.pop("format", _FORMAT))}, {"format": Whole(1)}):
+    if wrong := misfit({"format": (of := meta.pop("format", _FORMAT))}, Needs(format=Whole(1))):
         raise _no_checkpoint(path, wrong)
     if of > _FORMAT:
         raise LabError(f"{path} is of format {of}, and this version of normlab reads formats up to {_FORMAT}: it was "
