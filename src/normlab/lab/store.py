@@ -199,6 +199,7 @@ def read_lines(path: str | Path, *needs: str, like: Mapping[str, Any] | None = N
     """
     path = Path(path)
     records: list[dict[str, Any]] = []
+    checked = False  # lines of older versions have no checksum; none follows one that has
     for number, line in enumerate(_whole_lines(path), 1):
         end = _END.search(line)
         if end is not None and int(end[1], 16) != zlib.crc32(b"}", zlib.crc32(memoryview(line)[: end.start()])):
@@ -208,8 +209,10 @@ def read_lines(path: str | Path, *needs: str, like: Mapping[str, Any] | None = N
         record = read_json(text)
         if not isinstance(record, dict):
             raise _of_line(path, number, "is not a JSON object")
-        if record.pop(_CHECK, None) is not None and end is None:
+        if end is None and (record.pop(_CHECK, None) is not None or checked):
             raise _of_line(path, number, f"is not what was written: its {_CHECK} is not at its end")
+        checked = end is not None
+        record.pop(_CHECK, None)
         lacks = next((name for name in needs if record.get(name) is None), None)
         if lacks is not None:
             raise _of_line(path, number, f"has no {lacks!r}")
