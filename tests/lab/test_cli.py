@@ -530,3 +530,9 @@ def test_time_left_is_by_kind_of_work():
     clock.tick("pgd", 30.0)
     clock.drop("", 1)
     assert clock.seconds() == 2 * 2 + 2 * 2 + 30 and clock.done == 3
+
+
+def test_a_single_value_to_normalize_is_a_sentence(normlab):
+    tiny = ("--data", "digits", "--model", "mlp", "--train-size", "10", "--test-size", "10", "--epochs", "1")
+    code, _, err = normlab("train", *tiny, "--batch-size", "1", "--out", "run")
+    assert code == 2 and "has a single value to normalize" in err and "Take a larger batch_size or size" in err

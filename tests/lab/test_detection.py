@@ -354,6 +354,10 @@ def test_a_folder_of_coco_with_masks(tmp_path: Path) -> None:
     file.write_text(json.dumps(content | {"annotations": [{"image_id": 7, "category_id": 3}]}))
     with pytest.raises(LabError, match=r"cannot be read as annotations of COCO: KeyError 'bbox'; expected id"):
         read(tmp_path, "coco")
+    for mask in ([[1, 2]], [1, 2, 3], {"counts": [9]}):
+        file.write_text(json.dumps(content | {"annotations": [{**things[0], "segmentation": mask}]}))
+        with pytest.raises(LabError, match="has a mask that cannot be drawn, number 1; expected polygons"):
+            read(tmp_path, "coco", masks=True)
     file.write_text("{")
     with pytest.raises(LabError, match=r"val2017.json cannot be read"):
         read(tmp_path, "coco")
@@ -416,7 +420,7 @@ def test_compared_resumed_and_applied_from_the_command_line(normlab: Any, tmp_pa
     assert code == 0, err
     assert Path("boxes.png").is_file()
     code, _, err = normlab("apply", home, "photo.png", "-o", "boxes.png", "--least", 2)
-    assert code == 2 and "--least is a score from 0 to 1" in err
+    assert code == 2 and "--least: 2 is out of range; expected a number from 0 to 1" in err
 
 
 def test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_norms_that_do_not_fit() -> None:
         parse_norm("instance").make(8, dims=1)
     with pytest.raises(LabError, match="no layer but a way to build"):
         parse_norm("fixup").make(8)
-    with pytest.raises(LabError, match="conditional for 8 channels"):
+    with pytest.raises(LabError, match="conditional needs a class of each sample"):
         parse_norm("conditional").make(8)
     with pytest.raises(LabError, match="the norm batch"):
         parse_norm("batch(eps=-1)").make(8)

@@ -548,6 +548,7 @@ def test_a_captured_search_has_the_numbers_of_one_that_is_not(order: int):
 def test_a_comparison_shows_cells_curves_and_true_accuracies(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     every = ["ArchitectureString,CIFAR10TestAccuracy200Epochs,CIFAR100TestAccuracy200Epochs"]
+    every += [f"{SPACE.text(cell)},1,1" for cell in itertools.product(range(len(NAMES)), repeat=len(EDGES))]
     monkeypatch.setattr(methods, "at_random", lambda space, draws: CELL)
     monkeypatch.setattr(type(SPACE), "derive", lambda self, alphas: CELL)
     (tmp_path / "table.csv").write_text("\n".join([*every, f"{CELL},93.5,70.5"]))

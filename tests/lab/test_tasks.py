@@ -587,3 +587,43 @@ def test_a_measurement_returns_what_it_says():
     ctx = Context(Settings(), Numbers(), torch.device("cpu"), torch.Generator())
     with pytest.raises(LabError, match="odd returned 'hit'; expected values of the metrics miss"):
         chosen.measure(chosen.measurement("odd"), line_model(), ctx, lambda *_: None)
+
+
+@pytest.mark.parametrize(("command", "said"), [
+    ("generation --depth 4", "sngan has a depth of its own"),
+    ("generation --features classifier(weights=x)", "'classifier(weights=x)' has an argument 'weights'; expected seed"),
+    ("generation --measure statistics(n=-1)", "statistics: n is at least 1; got -1"),
+    ("generation --test-size 5", "the part 'test' has none of class 5, 6, 7, 8 and 9; take more images"),
+    ("style --size 0", "size is the side of the squares that are cut out of pictures; got 0"),
+    ("style --size 16 --train-size 8 --norm conditional", "needs a class of each sample, and there are none"),
+    ("search --model small", "a search has a network of its own, search; got model = 'small'"),
+    ("search --measure alone(0)", "alone: epochs is at least 1; got 0"),
+    ("search --table few.csv", "few.csv has no cell |none~0|+|none~0|none~1|+|none~0|none~1|skip_connect~2|"),
+    ("few_shot --data digits --model small --norm conditional", "ConditionalBatchNorm2d needs a label"),
+    ("few_shot --measure episodes(ways=-1)", "episodes: ways is at least 0; got -1"),
+    ("adaptation --norm conditional --train-size 100", "ConditionalBatchNorm2d needs a label"),
+    ("sequences --measure context(0)", "context: characters is at least 1; got 0"),
+    ("segmentation --model unet", "has no model 'unet'; known: fcn"),
+    ("segmentation --measure multiscale(scales=0)", "scales are factors joined by +, 0.75+1+1.25; got '0'"),
+    ("segmentation --classes bytes.txt --data folder:masks", "bytes.txt cannot be read as names of classes"),
+    ("segmentation --classes twice.txt --data folder:masks", "twice.txt names the class 'a' twice"),
+    ("detection --model yolo", "has no model 'yolo'"),
+    ("detection --head-norm bach", "there is no norm 'bach'; did you mean 'batch'"),
+    ("finetune --data digits --train-size 9999 --weights none", "not 9,999; train_size = 0 takes all"),
+])  # fmt: skip
+def test_what_cannot_be_is_a_sentence_before_anything_is_written(command, said, normlab, tmp_path):
+    (tmp_path / "few.csv").write_text("ArchitectureString,A\n|none~0|+|none~0|none~1|+|none~0|none~1|none~2|,9\n")
+    (tmp_path / "bytes.txt").write_bytes(bytes(range(256)))
+    (tmp_path / "twice.txt").write_text("a\na\n")
+    for folder in ("images", "labels"):
+        for part in ("train", "test"):
+            write_image((tmp_path / "masks" / part / folder / "a.png"), torch.zeros(1, 9, 9))
+    code, _, err = normlab("train", "--task", *command.split(), "--out", "run")
+    assert code == 2 and err.count("normlab: ") == 1 and "Traceback" not in err
+    assert said in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_alone_names_a_norm_that_the_task_can_have():
+    """Its comparison gives the norms, and `normlab train --task NAME` takes what is left."""
+    assert Settings.of("style").norm == "adaptive_instance" and Settings.of("sequences").norm == "layer"

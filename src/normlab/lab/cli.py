@@ -8,6 +8,7 @@ processes (:mod:`normlab.lab.torchrun`), and an error is printed once.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -94,6 +95,9 @@ def _words(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in FULL:
         return (f"normlab: {error.filename or 'the output'} cannot be written: the disk is full or the quota is used "
                 "up. What is finished is kept; free some space and run the same command again."), 2  # fmt: skip
+    if isinstance(error, ValueError) and re.search("xpected more than 1 value per|one value a statistic", str(error)):
+        return (f"normlab: a layer has a single value to normalize: {_short(str(error))}. Take a larger batch_size or "
+                "size, or another norm."), 2  # fmt: skip
     if (sentence := of_memory(error)) is not None:
         return f"normlab: {sentence}", 2
     return None

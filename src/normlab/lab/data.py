@@ -171,7 +171,9 @@ def first_images(images: Images, number: int | None, what: str) -> Images:
         return images
     total = len(images.y)
     if not 1 <= number <= total:
-        raise LabError(f"there are {total:,} {what} images; a subset has between 1 and all of them, not {number:,}")
+        size = "train_size" if what == "training" else "test_size"
+        raise LabError(f"there are {total:,} {what} images; a subset has between 1 and all of them, not {number:,}; "
+                       f"{size} = 0 takes all")  # fmt: skip
     _, y = images.y.unique(return_inverse=True)
     counts = y.bincount()
     exact = counts.double() * number / total

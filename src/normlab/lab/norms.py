@@ -81,6 +81,10 @@ class NormSpec:
                 return freeze(_layer("batch", channels, dims, options))
             return _layer(self.name, channels, dims, options)
         except (TypeError, ValueError) as error:
+            if "num_classes" in str(error) and "num_classes" not in options:
+                raise LabError(
+                    f"the norm {self.label} needs a class of each sample, and there are none here."
+                ) from None
             raise LabError(f"the norm {self.label} for {channels} channels: {error}") from error
 
 

@@ -34,7 +34,16 @@ if TYPE_CHECKING:
 
     from ..tasks import Source
 
-__all__ = ["Features", "classifier", "content", "features", "inception", "torchmetrics", "trained_classifier"]
+__all__ = [
+    "Features",
+    "classifier",
+    "classifier_seed",
+    "content",
+    "features",
+    "inception",
+    "torchmetrics",
+    "trained_classifier",
+]
 
 # The file of torch-fidelity and of pytorch-fid: TensorFlow's network of 2015-12-05, on which scores are published.
 _URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
@@ -222,14 +231,20 @@ def features(
     if name == "inception":
         return inception(_only(text, given, "weights").get("weights"), download=download).to(device)
     if name == "classifier":
-        seed = _only(text, given, "seed").get("seed", "0")
-        if not seed.isdigit():
-            raise LabError(f"{text!r}: the seed is a whole number; got {seed!r}.")
-        return trained_classifier(data, seed=int(seed), cache=cache, device=device, watch=watch).to(device)
+        seed = classifier_seed(text)
+        return trained_classifier(data, seed=seed, cache=cache, device=device, watch=watch).to(device)
     if "weights" in given:
         return _by_name(name, given, data).to(device)
     raise LabError(f"there are no features {text!r}: expected inception, classifier, the folder of a run, or a network "
                    "with its weights, resnet56(weights=PATH).")  # fmt: skip
+
+
+def classifier_seed(text: str) -> int:
+    """Of ``classifier(seed=1)``."""
+    seed = _only(text, arguments(text)[1], "seed").get("seed", "0")
+    if not seed.isdigit():
+        raise LabError(f"{text!r}: the seed is a whole number; got {seed!r}.")
+    return int(seed)
 
 
 def _only(text: str, given: dict[str, str], known: str) -> dict[str, str]:

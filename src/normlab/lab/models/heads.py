@@ -27,6 +27,8 @@ def head_of(net: nn.Module, make: Callable[[Any], nn.Module], data: Any) -> list
 def cut_head(net: nn.Module, names: list[str], name: str) -> int:
     """Put an identity in place of the head, so that the network returns features; returns how many."""
     places = sorted({k.rpartition(".")[0] for k in names})
+    # Layers that take a label have a size by classes too. Tasks refuse them in words of their own.
+    places = [p for p in places if not getattr(net.get_submodule(p), "wants", ())]
     head = net.get_submodule(places[0]) if len(places) == 1 else None
     if not isinstance(head, nn.Linear):
         found = words([f"{type(net.get_submodule(p)).__name__} {p!r}" for p in places])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ..errors import LabError
 
-__all__ = ["outputs", "read_image", "write_image"]
+__all__ = ["given", "outputs", "read_image", "write_image"]
+
+
+def given(options: Mapping[str, str], name: str, read: Callable[[str], float], usual: float) -> float:
+    """An option of ``normlab apply`` as a number, or the usual value where it is left out."""
+    try:
+        return read(options[name]) if name in options else usual
+    except LabError as error:
+        raise LabError(f"--{name.replace('_', '-')}: {error}") from None
 
 
 def read_image(path: Path, channels: int = 3, size: tuple[int, int] | None = None) -> Tensor:

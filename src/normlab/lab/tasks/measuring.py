@@ -28,8 +28,11 @@ class Measure(NamedTuple):
 
     about: str
     run: Callable[..., Mapping[str, Any]]
-    arguments: Mapping[str, Any] = {}  # by name, with defaults; texts are read as the type of the default
+    # By name, with defaults. Texts are read as the type of the default; a whole number is at least 1, or 0 if that is
+    # the default.
+    arguments: Mapping[str, Any] = {}
     metrics: Mapping[str, Metric] = {}  # those of the task if there are none
+    check: Callable[..., object] | None = None  # called with all arguments, before anything is trained
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ def parse(task: Task, text: str) -> Measurement:
             hint = nearest(key, takes) if takes else "it takes none."
             raise LabError(f"{kind} takes no argument {key or value!r}; {hint}")
         given[key] = _read(f"{kind}: {key}", value, takes[key])
+    if (check := entries[kind].check) is not None:
+        check(**{**takes, **given})
     return Measurement(kind, tuple((k, given[k]) for k in takes if k in given))
 
 
@@ -114,6 +119,8 @@ def _read(what: str, text: str, default: Any) -> Any:
         value = number(text)
         if isinstance(default, int) and not value.is_integer():
             raise LabError(f"{what} is a whole number; got {text!r}.")
+        if isinstance(default, int) and value < (least := min(default, 1)):
+            raise LabError(f"{what} is at least {least}; got {text}.")
         return type(default)(value)
     return text
 

@@ -94,6 +94,8 @@ class Recipe(Task):
         from ...store import write_atomic
         from ..files import read_image
 
+        if not files:
+            raise LabError("there is no image to name; give one or more files.")
         about = ctx.data
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ...errors import LabError
 from ...settings import Option, Settings
 from ...store import write_atomic
-from ...texts import number
+from ...texts import within
 from .. import Batch, Context, Metric, Picture, Task
-from ..files import outputs, read_image, write_image
+from ..files import given, outputs, read_image, write_image
 from ..parts import importance_pictures
 from .augment import augmented
 from .drawing import draw, drawn
-from .networks import BACKBONES, PARTS, Detector, build_detector
+from .networks import BACKBONES, PARTS, Detector, build_detector, check_names
 from .scoring import Scores, targets_of
 from .sources import SCENES, Boxed, fitted, load_boxed
 
@@ -86,7 +86,7 @@ class Detection(Task):
     applies: ClassVar[Mapping[str, str]] = {"least": "score from which on a box is drawn or written; by default 0.5"}
 
     def configured(self, settings: Settings) -> Detection:
-        self.chosen(settings)
+        check_names(settings, self.chosen(settings))
         own = copy(self)
         if settings.model == "maskrcnn":
             vars(own)["metrics"] = {**_AP, **_MASK_AP}
@@ -146,9 +146,7 @@ class Detection(Task):
     def apply(
         self, model: nn.Module, files: Sequence[Path], out: Path, ctx: Context, options: Mapping[str, str]
     ) -> list[Path]:
-        least = number(options["least"]) if "least" in options else _LEAST
-        if not 0 <= least <= 1:
-            raise LabError(f"--least is a score from 0 to 1; got {least:g}.")
+        least = given(options, "least", within(0, 1), _LEAST)
         size, classes, written = tuple(ctx.data.size), ctx.data.classes, []
         for file, target in outputs(files, out, "-boxes.png"):
             image = read_image(file)

@@ -32,7 +32,7 @@ from ...norms import NormSpec, parse_norm
 from ...settings import Settings
 from ..weights import Weights, fits_part, load, load_part, of_file, read, standard, unwrapped
 
-__all__ = ["BACKBONES", "MODELS", "PARTS", "Detector", "build_detector"]
+__all__ = ["BACKBONES", "MODELS", "PARTS", "Detector", "build_detector", "check_names"]
 
 MODELS = {
     "fasterrcnn": "Faster R-CNN", "maskrcnn": "Mask R-CNN", "retinanet": "RetinaNet", "fcos": "FCOS",
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 
 def build_detector(settings: Settings, own: SimpleNamespace, like: Any, *, new: bool) -> Detector:
     """The detector that the settings name; ``new=False`` leaves its first weights, for others that are loaded."""
-    _check(settings)
+    check_names(settings, own)
     norm, pyramid, head = _norms(settings, own)
     given, whole = own.weights != "none", own.weights_of != "backbone"
     second = own.weights_of == "detector_v2" if given and whole else head.normalizes
@@ -132,7 +132,11 @@ def build_detector(settings: Settings, own: SimpleNamespace, like: Any, *, new: 
     return Detector(Standardize(mean, std), net, (*said, *notes))
 
 
-def _check(settings: Settings) -> None:
+def check_names(settings: Settings, own: SimpleNamespace) -> None:
+    """Refuse names of networks and norms that there are not, before data are read."""
+    for text in (settings.norm, own.head_norm, own.fpn_norm):
+        if text not in ("same", "head"):
+            parse_norm(text)
     if settings.model not in MODELS:
         known = "; ".join(f"{name}: {about}" for name, about in MODELS.items())
         raise LabError(

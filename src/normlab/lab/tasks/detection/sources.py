@@ -185,6 +185,15 @@ def _drawn(mask: Any, size: tuple[int, int]) -> Tensor:
         return torch.from_numpy(coco.decode(runs)).bool()
 
 
+def _is_mask(mask: Any) -> bool:
+    if isinstance(mask, dict):
+        return isinstance(mask.get("counts"), (str, list)) and isinstance(mask.get("size"), list)
+    return isinstance(mask, list) and all(
+        isinstance(p, list) and len(p) >= 6 and not len(p) % 2 and all(isinstance(v, (int, float)) for v in p)
+        for p in mask
+    )
+
+
 # Data sets
 
 
@@ -403,6 +412,9 @@ def _coco_part(content: Mapping[str, Any], label: Mapping[Any, int], notes: Path
         if masks and (bare := [t for t in things if not t.get("segmentation")]):
             raise LabError(f"{notes} has a box without a mask, number {bare[0].get('id')}; Mask R-CNN needs "
                            "a segmentation of each, the other detectors need none.")  # fmt: skip
+        if masks and (odd := [t for t in things if not _is_mask(t["segmentation"])]):
+            raise LabError(f"{notes} has a mask that cannot be drawn, number {odd[0].get('id')}; expected polygons, "
+                           "lists of x and y of three corners or more, or run lengths, counts and size.")  # fmt: skip
         labels = torch.tensor([label[t["category_id"]] for t in things], dtype=torch.int64)
         boxes = torch.tensor(corners, dtype=torch.float32).view(-1, 4)
         found.append(Found(boxes, labels, tuple(t["segmentation"] for t in things) if masks else ()))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....engine.messages import nearest
+from ....engine.messages import nearest, words
 from ...data import home
 from ...errors import LabError
-from ...images.features import features
+from ...images.features import classifier_seed, features
 from ...images.quality import Quality
 from ...images.statistics import STATISTICS, with_statistics
 from ...seeds import generator as drawn
@@ -102,6 +102,9 @@ class Generation(Task):
         self.chosen(settings)
         if settings.model not in NETWORKS:
             raise LabError(f"there is no generator {settings.model!r}; {nearest(settings.model, NETWORKS)}")
+        if settings.depth:
+            raise LabError(f"{settings.model} has a depth of its own, which follows the size of its images; leave "
+                           f"depth = {settings.depth} out.")  # fmt: skip
         return type(self)()
 
     # ----- data and model
@@ -111,9 +114,17 @@ class Generation(Task):
 
         whole = load(settings.data, root=root, download=download, size=settings.size or None)
         data = whole.subset(settings.train_size or None, settings.test_size or None)
-        judge = self.chosen(settings).features
-        if not judge.startswith("classifier"):
-            features(judge, data, download=download)  # raises now, and not after an epoch
+        own = self.chosen(settings)
+        # These raise now, and not after an epoch.
+        if own.features.startswith("classifier"):
+            classifier_seed(own.features)
+        else:
+            features(own.features, data, download=download)
+        there = set((data.train if own.against == "train" else data.test).y.tolist())
+        if missing := [str(c) for k, c in enumerate(data.classes) if k not in there]:
+            raise LabError(f"images of every class are generated and judged by real ones, and the part {own.against!r} "
+                           f"has none of class {words(missing[:5])}; take more images, --{own.against}-size 0 for all."
+                           )  # fmt: skip
         return data
 
     def check_data(self, data: object, function: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -153,6 +154,9 @@ class Search(Task):
 
     def configured(self, settings: Settings) -> Search:
         chosen = self.chosen(settings)
+        if settings.model != "search":
+            raise LabError(f"a search has a network of its own, search; got model = {settings.model!r}. --space and "
+                           "--depth choose it.")  # fmt: skip
         own = copy.copy(self)
         own.space = import_module(f".{chosen.space}", __name__).SPACE
         own.method = METHODS[chosen.method](chosen, own.space)
@@ -173,6 +177,9 @@ class Search(Task):
 
         chosen = self.chosen(settings)
         table = read_table(chosen.table, chosen.column, settings.data, root) if chosen.table else None
+        if table is not None and chosen.space == "nasbench201":  # now, and not when one is found
+            for cell in product(*map(range, self.space.choices)):
+                table.of(self.space.text(cell))
         whole = load(settings.data, root=root, download=download, size=settings.size or None)
         return Parts(whole.subset(settings.train_size or None, settings.test_size or None), chosen.split, table)
 

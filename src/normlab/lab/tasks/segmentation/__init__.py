@@ -18,7 +18,7 @@ from .. import Batch, Context, Metric, Option, Picture, Task
 from ..measuring import Measure
 from ..parts import importance_pictures
 from . import looking
-from .networks import NAMES, PARTS, Segmenter, network, outputs
+from .networks import NAMES, PARTS, Segmenter, maker, network, outputs
 from .sources import IGNORED, SCENES, Masked, load_masks
 
 __all__ = ["IGNORED", "NAMES", "TASK", "Masked", "Segmentation", "Segmenter", "load_masks"]
@@ -79,7 +79,7 @@ class Segmentation(Task):
     def measurements(self) -> Mapping[str, Measure]:  # type: ignore[override]
         usual = {"scales": "0.5+0.75+1+1.25+1.5+1.75", "flip": True}
         return {"multiscale": Measure("the metrics of probabilities averaged over scales and mirror images",
-                                      _several_scales, usual)}  # fmt: skip
+                                      _several_scales, usual, check=lambda scales, flip: _scales(scales))}  # fmt: skip
 
     def configured(self, settings: Settings) -> Segmentation:
         own = self.chosen(settings)
@@ -88,6 +88,7 @@ class Segmentation(Task):
                            "factors.")  # fmt: skip
         if settings.recipe not in ("default", "classify"):
             raise LabError(f"the recipe {settings.recipe} is for classifiers; the task segmentation has none.")
+        maker(settings, own)
         return self
 
     # ----- data and model

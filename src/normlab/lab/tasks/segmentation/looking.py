@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...attacks import as_found
-from ...errors import LabError
 from ...texts import flag, within
 from .. import Batch, Context, Picture, pixels
+from ..files import given, read_image, write_image
 from ..files import outputs as places
-from ..files import read_image, write_image
 from .networks import outputs
 from .sources import IGNORED, Masked, shown_size
 
@@ -173,12 +172,9 @@ def apply(
     """Draw the mask of each photograph over it, at its size; or write the numbers of classes."""
     number = len(ctx.data.classes)
     side = min(ctx.data.size)
-    try:
-        shorter = int(within(8, 1 << 14, whole=True)(options["size"])) if "size" in options else side
-        opacity = within(0, 1)(options["opacity"]) if "opacity" in options else 0.5
-        plain = flag(options["mask"]) if "mask" in options else False
-    except LabError as error:
-        raise LabError(f"an option of apply: {error}") from None
+    shorter = int(given(options, "size", within(8, 1 << 14, whole=True), side))
+    opacity = given(options, "opacity", within(0, 1), 0.5)
+    plain = bool(given(options, "mask", flag, False))
     written = []
     for file, path in places(files, out, ".png"):
         photograph = read_image(file)

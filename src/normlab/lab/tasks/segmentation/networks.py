@@ -25,7 +25,7 @@ from ...settings import Settings
 from .. import weights
 from ..weights import Weights
 
-__all__ = ["NAMES", "PARTS", "Segmenter", "network", "outputs"]
+__all__ = ["NAMES", "PARTS", "Segmenter", "maker", "network", "outputs"]
 
 NAMES: dict[str, str] = {
     "fcn": "FCN on a ResNet with dilation; depth, width, stride",
@@ -68,7 +68,7 @@ def network(settings: Settings, own: SimpleNamespace, like: Any, specs: tuple[No
     """The network of the settings with these norms in backbone and heads. It is made with batch norm, gets its weights,
     and then the norms, which keep the function of what was loaded. ``read=False`` loads no weights.
     """
-    make = _maker(settings, own)
+    make = maker(settings, own)
     net = make(like)
     if specs[0].normalizes and not any(map(is_norm, net.modules())):
         raise LabError(f"{settings.model} has no normalization layer to exchange; its norm is none.")
@@ -128,7 +128,8 @@ def _classifier(model: str) -> str:
 # Networks with batch norm
 
 
-def _maker(settings: Settings, own: SimpleNamespace) -> Callable[[Any], nn.Module]:
+def maker(settings: Settings, own: SimpleNamespace) -> Callable[[Any], nn.Module]:
+    """Makes the network that the settings name, with batch norm. Refuses a name that there is not."""
     name, aux = settings.model, own.aux > 0
     library, _, rest = name.partition(":")
     sizes = {k: v for k in ("depth", "width") if (v := getattr(settings, k))}

@@ -348,7 +348,12 @@ def _classes(
     file = Path(given).expanduser() if given else path / _NAMES
     texts = [t for t in (*ignore.split("+"), usual) if t.strip()]
     if file.is_file():
-        names = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        try:
+            names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise LabError(f"{file} cannot be read as names of classes: {error}; expected one in each line.") from error
+        if twice := next((n for n in names if names.count(n) > 1), None):
+            raise LabError(f"{file} names the class {twice!r} twice; expected another name in each line.")
     elif given:
         raise LabError(f"there is no file of classes {file}; expected a name in each line, in the order of numbers.")
     elif any("labelIds" in p.mask.name for own in parts.values() for p in own):

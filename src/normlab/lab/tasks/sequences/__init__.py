@@ -64,7 +64,7 @@ class Sequences(Task):
     minutes = 1.5
     defaults: ClassVar[Mapping[str, Any]] = {
         "data": "python", "model": "lstm", "width": 128, "depth": 1, "epochs": 4, "batch_size": 32, "optimizer": "adam",
-        "lr": 5e-3, "weight_decay": 0.0, "clip": 1.0,
+        "lr": 5e-3, "weight_decay": 0.0, "clip": 1.0, "norm": "layer",
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {"norm": ("none", "layer", "group", "switchable"), "seed": (0, 1)}
     options: ClassVar[Mapping[str, Option] | None] = {
@@ -197,13 +197,13 @@ class Sequences(Task):
     ) -> list[Path]:
         """Go on with each text."""
         from ...store import write_atomic
-        from ...texts import number, within
-        from ..files import outputs
+        from ...texts import within
+        from ..files import given, outputs
 
-        heat = within(0, 100)(options.get("temperature", "0.8"))
-        letters = int(within(1, 10**6, whole=True)(options.get("characters", "500")))
+        heat = given(options, "temperature", within(0, 100), 0.8)
+        letters = int(given(options, "characters", within(1, 10**6, whole=True), 500))
         if "seed" in options:
-            ctx.generator.manual_seed(int(number(options["seed"])))
+            ctx.generator.manual_seed(int(given(options, "seed", within(0, 2**63 - 1, whole=True), 0)))
         written = []
         prompts = [(read_text(file), to) for file, to in outputs(files, out, ".txt")]
         ids = [encoded(text, ctx.data.characters, str(file)) for (text, _), file in zip(prompts, files, strict=True)]

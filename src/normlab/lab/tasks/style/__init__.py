@@ -50,6 +50,7 @@ class Style(Task):
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "any-style", "data": PHOTOGRAPHS, "size": 64, "train_size": 800, "test_size": 50, "epochs": 6,
         "batch_size": 8, "optimizer": "adam", "lr": 2e-3, "weight_decay": 0.0, "schedule": "cosine",
+        "norm": "adaptive_instance",
     }  # fmt: skip
     axes: ClassVar[Mapping[str, Sequence[Any]]] = {
         "norm": ("adaptive_instance", "sandwich_adaptive_instance", "meta(style=True)"), "seed": (0, 1),
@@ -92,6 +93,8 @@ class Style(Task):
             known = "; ".join(f"{name}: {about}" for name, about in _MODELS.items())
             hint = nearest(settings.model, _MODELS)
             raise LabError(f"the task style has no model {settings.model!r}; {hint} {known}.")
+        if not settings.size:
+            raise LabError("size is the side of the squares that are cut out of pictures; got 0. Give one, --size 64.")
         ruler = described(found.encoder, found.layer, last=settings.model == "one-style")
         metrics = {k: m._replace(title=f"{m.of(k)} ({ruler})") for k, m in type(self).metrics.items()}
         vars(own)["metrics"] = metrics

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ...errors import LabError
 from ...texts import flag, split, within
 from .. import Context
-from ..files import outputs, read_image, write_image
+from ..files import given, outputs, read_image, write_image
 from .networks import AnyStyle, OneStyle, padded
 
 __all__ = ["apply", "grid", "in_strips", "keep_colours", "square", "stylised"]
@@ -99,10 +99,7 @@ class _Options:
         self.weights = [self.read("weights", lambda _, t=t: within(0)(t), 0) for t in split(texts.get("weights", ""))]
 
     def read(self, name: str, read: Callable[[str], float], usual: float) -> float:
-        try:
-            return read(self.texts[name]) if name in self.texts else usual
-        except LabError as error:
-            raise LabError(f"--{name.replace('_', '-')}: {error}") from None
+        return given(self.texts, name, read, usual)
 
     def refuse(self, *names: str, why: str) -> None:
         if given := [n for n in names if n in self.texts]:

@@ -188,7 +188,7 @@ def _read(path: str, changed: int, size: int) -> Weights:  # a file that was cha
             tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         tensors = {k: v for k, v in tensors.items() if isinstance(v, Tensor)}
     except Exception as error:  # of safetensors, pickle and zip files
-        raise LabError(f"{path} cannot be read as weights: {str(error).splitlines()[0] if str(error) else error!r}. "
+        raise LabError(f"{path} cannot be read as weights ({type(error).__name__}). "
                        "Expected .safetensors, or a state dict that torch.save wrote.") from error  # fmt: skip
     numbered = sorted(tensors, key=lambda k: [(not p.isdigit(), int(p) if p.isdigit() else p)
                                               for p in re.split(r"(\d+)", k)])  # fmt: skip
