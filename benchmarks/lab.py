@@ -9,6 +9,10 @@ random ones serve. Rows of other devices in the file stay.
 
 ``--files`` measures instead what ImageNet asks of a machine: photographs decoded to random crops and to their middle,
 the state of a ResNet-50 written and read, and the megabytes that a process gives away in a step, counted.
+
+``--ranks`` measures epochs of the loop by one process and by two that share them, a thread each, in alternation.
+``ratio`` is the samples a second of two over those of one, from the least seconds of all rounds. ``cpu_ratio`` is the
+same for two cores that never wait, from the median of the CPU seconds of all processes, whatever else runs.
 """
 
 from __future__ import annotations
@@ -17,17 +21,20 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 from _results import cpu, machine, read, write
 from normlab import sync
 from normlab.lab import Data, Images, Settings, build, fit, measure, stored
 from normlab.lab.corruptions import CORRUPTIONS, corrupt
+from normlab.lab.ranks import ALONE, joined
 from normlab.lab.store import load_checkpoint, save_checkpoint
 
 NORMS = ("none", "torch", "batch", "switchable")
@@ -180,19 +187,70 @@ def exchanges() -> list[dict]:
     return rows
 
 
+RANKED = [("group", False), ("batch", False), ("batch", True), ("switchable", False), ("switchable", True)]
+_ROUNDS = 5
+
+
+def rank(number: int, folder: str) -> None:
+    """One of two processes. The first is alone in every second epoch, while the other waits without computing."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
+    data, found = random_cifar(512, 64), []
+    with joined() as both:
+        for turn in range(_ROUNDS + 1):  # the first warms up
+            for norm, synchronized in RANKED:
+                settings = Settings(data="cifar10", model="resnet20", norm=norm, epochs=1, batch_size=64)
+                for ranks in (ALONE, both):
+                    settings = settings.with_(sync_norm=synchronized and ranks is both)
+                    model = build("resnet20", data, norm, seed=0)
+                    dist.barrier()
+                    start = time.process_time()
+                    line = fit(model, data, settings, ranks=ranks).epochs[0] if ranks is both or not number else {}
+                    used = both.sum(torch.tensor(time.process_time() - start, dtype=torch.float64)).item()
+                    if turn and not number:
+                        found.append((norm, synchronized, ranks is both, line["seconds"], used))
+    if not number:
+        torch.save(found, Path(folder) / "found.pt")
+    dist.destroy_process_group()
+
+
+def scaling() -> list[dict]:
+    with TemporaryDirectory() as folder:
+        start_processes(rank, (folder,), nprocs=2, start_method="spawn")
+        found = torch.load(Path(folder) / "found.pt", weights_only=False)
+    rows = []
+    for norm, synchronized in RANKED:
+        own = [r for r in found if r[:2] == (norm, synchronized)]
+        one, two = ([r[3:] for r in own if r[2] is several] for several in (False, True))
+        how = "synchronized statistics" if synchronized else "statistics of their own"
+        how = "nothing to synchronize" if norm == "group" else how
+        least, cpu = ([f(r[k] for r in of) for of in (one, two)] for k, f in ((0, min), (1, median)))
+        rows.append({
+            "what": f"epoch, ResNet-20, 512 images, batch 64, by two processes with {how}", "norm": norm,
+            "seconds": round(least[1], 3), "ratio": round(least[0] / least[1], 2),
+            "cpu_ratio": round(2 * cpu[0] / cpu[1], 2),
+        })  # fmt: skip
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     parser.add_argument("--commit", help="what to write as the commit where there is no git checkout")
     parser.add_argument("--files", action="store_true", help="decoding, checkpoints and what processes exchange")
+    parser.add_argument("--ranks", action="store_true", help="epochs by one process and by two, in alternation")
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() and not arguments.files else "cpu"
+    device = "cuda" if torch.cuda.is_available() and not (arguments.files or arguments.ranks) else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else cpu()
-    rows = decoding() + checkpoints() + exchanges() if arguments.files else corruptions(device)
+    if arguments.ranks:
+        rows = scaling()
+    else:
+        rows = decoding() + checkpoints() + exchanges() if arguments.files else corruptions(device)
     if device == "cuda":
         rows += epochs() + attacks()
     for row in rows:
-        print("{what:72} {norm:12} {seconds} s {mb}".format(**{"mb": "", **row}))
+        print("{what:72} {norm:12} {seconds} s {mb} {ratio} {cpu_ratio}".format(
+            **{"mb": "", "ratio": "", "cpu_ratio": "", **row}))  # fmt: skip
     new = {row["what"] for row in rows}
     others = [row for row in read(arguments.out) if row["device"] != name or row["what"] not in new]
     here = machine(name, arguments.commit)

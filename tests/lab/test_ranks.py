@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_adaptation import stripes
 from torch.testing import assert_close
 
 import normlab
@@ -26,6 +27,7 @@ from normlab.lab import ranks as ranks_module
 from normlab.lab.ranks import ALONE, Ranks, joined
 from normlab.lab.study import build_model
 from normlab.lab.tasks import Context, task_of
+from normlab.lab.tasks.adaptation import Domains
 from normlab.lab.tasks.classification import Phase
 from normlab.lab.tasks.classification.classify import Classify
 from normlab.lab.torchrun import lead
@@ -199,6 +201,16 @@ def shared_tests(name: str, ranks: Ranks) -> tuple[Any, Any, int]:
     return alone, together, sum(rows)
 
 
+def adapted(ranks: Ranks) -> dict[str, Any]:
+    """Contrastive adaptation compares all samples of a batch with each other, those of the other rank too."""
+    domains = Domains(stripes("bright"), stripes("faint", bright=False, each=18, seed=2))
+    options = {"method": "can", "source_epochs": 1, "classes": 4}
+    settings = Settings.of("adaptation", epochs=3, batch_size=16, lr=0.05, width=4, sync_norm=True, options=options)
+    model = build_model(settings, domains)
+    history = fit(model, domains, settings, ranks=ranks)
+    return {"epochs": history.epochs, "best": history.best, "state": model.state_dict()}
+
+
 def error_of(call) -> str:
     try:
         call()
@@ -235,6 +247,7 @@ def work(rank: int, world: int, folder: str) -> None:
         seen["apart"] = error_of(lambda: trained(BASE, ranks=ranks, task=Apart()))
         seen["too small"] = error_of(lambda: trained(replace(BASE, batch_size=1), ranks=ranks))
         seen["ghost"] = error_of(lambda: trained(replace(BASE, norm="batch(ghost=2)", sync_norm=True), ranks=ranks))
+        seen["adapted"] = adapted(ranks)
         seen["exchanged"] = exchanged(ranks)
         seen["tests"] = {name: shared_tests(name, ranks) for name in TESTED}
         seen["led"] = lead(ranks, calibrated_alone)
@@ -316,6 +329,12 @@ def test_what_cannot_be_shared_is_said(two):
         assert "batch_size = 1 is 1 image for 2 processes" in seen["too small"]
         assert "sync_norm = true: BatchNorm1d takes statistics of a few samples" in seen["ghost"]
     assert [seen["led"] for seen in two] == [2, None]
+
+
+def test_samples_of_all_ranks_are_compared(two):
+    one = adapted(ALONE)
+    assert one["epochs"][-1]["contrast"] != 0
+    compare([seen["adapted"] for seen in two], one, factor=5)
 
 
 def test_gradients_are_sent_while_backward_runs(two):

@@ -164,7 +164,7 @@ class _Trainer:
         if (how := self.task.averaged_statistics) not in (known := ("estimated", "live", "averaged")):
             raise LabError(f"averaged_statistics of the task {self.task.name or type(self.task).__name__} is {how!r}; "
                            f"{nearest(how, known)}")  # fmt: skip
-        if not self.task.splits and (settings.accumulate > 1 or self.ranks.world > 1):
+        if not self.task.splits and (settings.accumulate > 1 or (self.ranks.world > 1 and not self.task.joins)):
             what = f"accumulate = {settings.accumulate}" if settings.accumulate > 1 else "several processes"
             who = self.task.name or type(self.task).__name__
             raise LabError(f"the batches of the task {who} are wholes, and {what} would cut them into parts; leave it "
@@ -176,8 +176,9 @@ class _Trainer:
         # Dropout must not drop the same values on every rank.
         torch.manual_seed(derive(settings.seed, "global", epoch, *self.ranks.mark))
         self.ctx.generator.manual_seed(derive(settings.seed, "step", epoch))
-        if self.task.start_epoch(self.model, epoch / settings.epochs, self.ctx):
-            self.captured = None
+        with nullcontext() if self.ranks.world == 1 else alone():
+            if self.task.start_epoch(self.model, epoch / settings.epochs, self.ctx):
+                self.captured = None
         self.model.train()
         self.trained.train()
         for total, _ in self.sums.values():

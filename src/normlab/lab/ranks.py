@@ -26,7 +26,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..layers import Norm
 from ..model.sync import sync, unsync
+from ..statistics.across_ranks import sum_over_ranks
 from .errors import LabError
+from .seeds import current_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,6 +135,15 @@ class Ranks:
         if self.world > 1:
             dist.all_reduce(values)
         return values
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Inside of a step, the rows of all ranks in place of this one's, with their gradients: to compare samples."""
+        part = current_rows()
+        if self.world == 1 or part is None:
+            return rows
+        at = torch.arange(part[0], part[1], device=rows.device)
+        filled = rows.new_zeros(part[2], *rows.shape[1:]).index_copy(0, at, rows)
+        return sum_over_ranks(filled, dist.group.WORLD)  # type: ignore[arg-type]
 
     def gathered(self, own: list[T], device: torch.device | str = "cpu") -> list[T]:
         """The lists of all ranks, one after the other, with the tensors in them on ``device``."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["derive", "draw", "generator", "rows_of"]
+__all__ = ["current_rows", "derive", "draw", "generator", "rows_of"]
 
 _ROWS: ContextVar[tuple[int, int, int] | None] = ContextVar("rows", default=None)
 
@@ -42,6 +42,11 @@ def draw(make: Callable[..., Tensor], shape: Sequence[int], **how: Any) -> Tenso
         return make(tuple(shape), **how)
     start, stop, whole = rows
     return make((whole, *shape[1:]), **how)[start:stop]
+
+
+def current_rows() -> tuple[int, int, int] | None:
+    """Which rows of which number a batch is, inside :func:`rows_of`."""
+    return _ROWS.get()
 
 
 @contextmanager

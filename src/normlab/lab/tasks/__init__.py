@@ -218,6 +218,8 @@ class Task:
 
     # Whether a batch may be cut into parts, for memory (accumulate) or over several processes. An episode may not.
     splits: bool = True
+    # Whether processes may share a batch all the same, because steps put its parts together: ctx.ranks.whole(rows).
+    joins: bool = False
 
     # The running statistics that averaged weights (ema) are tested and kept with: "estimated" anew on what show() runs,
     # "live", those of the weights that are trained, or "averaged" step by step as the weights are.

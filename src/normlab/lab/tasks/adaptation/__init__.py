@@ -62,6 +62,8 @@ class Adaptation(Task):
     samples = "images"
     minutes = 2.0
     splits = False  # statistics, and the classes of a batch, are those of the whole batch
+    joins = True
+    tests_together = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "data": SETS, "model": "small", "norm": "batch", "epochs": 10, "batch_size": 60, "lr": 0.02,
     }  # fmt: skip
@@ -176,6 +178,8 @@ class Adaptation(Task):
         centres, target = _centres(model, ctx), _outputs(model, ctx, "target")
         found = spherical_kmeans(target.features, centres, own.tolerance)
         labels = kept(found, own.threshold, own.least)
+        if ctx.ranks.world > 1:  # on a GPU the last bits of features differ, and so might a label
+            labels = ctx.ranks.given(lambda: labels.cpu()).to(labels.device)
         moved = 0.5 * (1 - (found.centres * F.normalize(centres, dim=1)).sum(1))
         ctx.state.update(labels=labels, log={
             "kept": 100 * (labels >= 0).float().mean().item(),
@@ -213,8 +217,10 @@ class Adaptation(Task):
         loss = F.cross_entropy(logits[:n], batch.y, label_smoothing=ctx.settings.label_smoothing)
         found = {"loss": loss, "train_accuracy": 100 * (logits[:n].argmax(1) == batch.y).float().mean()}
         if "c" in batch:
+            whole = ctx.ranks.whole
+            c = whole(batch.c)
             apart = sum(
-                contrastive_discrepancy(of[n : 2 * n], of[2 * n :], batch.c, batch.c, len(ctx.data.classes))
+                contrastive_discrepancy(whole(of[n : 2 * n]), whole(of[2 * n :]), c, c, len(ctx.data.classes))
                 for of in (features, logits.float().softmax(1))
             )
             found |= {"loss": loss + own.weight * apart, "cross_entropy": loss, "contrast": apart}  # type: ignore[dict-item]
@@ -321,10 +327,10 @@ def _outputs(model: nn.Module, ctx: Context, part: str) -> Outputs:
     domain = "source" if part.startswith("source") else "target"
     found = []
     with torch.no_grad(), as_found(model), _of(model, domain):
-        for batch in ctx.batches(part, _AT_ONCE):
+        for batch in ctx.batches(part, _AT_ONCE, shared=True):
             features = model.features(batch.x)  # type: ignore[operator]
             found.append((features.float(), model.head(features).float(), batch.y))  # type: ignore[operator]
-    return Outputs(*map(torch.cat, zip(*found, strict=True)))
+    return Outputs(*map(torch.cat, zip(*ctx.ranks.gathered(found, ctx.device), strict=True)))
 
 
 def _centres(model: nn.Module, ctx: Context) -> Tensor:
