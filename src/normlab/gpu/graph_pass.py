@@ -12,13 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
-from ..statistics.activation import ACTIVATIONS, LEAK
+from ..statistics.activation import ACTIVATIONS, WRITERS, applied_by, other_summand
 
-_RELUS = (F.relu, torch.relu, torch.relu_, F.relu_, "relu", "relu_")
-_ADDS = (operator.add, torch.add, "add", operator.iadd, "add_")
-_IN_PLACE_ADDS = (operator.iadd, "add_")
 _RESIDUAL, _NUMBERS, _KIND = 1, 14, 15  # places among the arguments of the operator
 _BUFFERS = 3  # arguments that move_running moves
 
@@ -54,14 +50,9 @@ def _fuse(norm: fx.Node) -> bool:
 
 def _take_addition(norm: fx.Node, y: fx.Node) -> bool:
     add = _only_reader(y)
-    if add is None or add.target not in _ADDS or len(add.args) != 2 or add.kwargs:
+    residual = None if add is None else other_summand(add, y)
+    if add is None or residual is None or not _alike(y, residual):
         return False
-    if add.target in _IN_PLACE_ADDS and add.args[0] is not y:  # it writes to a tensor that others may read
-        return False
-    others = [a for a in add.args if a is not y]
-    if len(others) != 1 or not isinstance(others[0], fx.Node) or not _alike(y, others[0]):
-        return False
-    residual = others[0]
     if not residual < norm:
         moved = _can_move(norm, y, add)
         if moved is None or residual in moved:
@@ -77,7 +68,7 @@ def _take_addition(norm: fx.Node, y: fx.Node) -> bool:
 def _take_activation(norm: fx.Node, y: fx.Node) -> bool:
     reader = _only_reader(y)
     kind = str(norm.args[_KIND])
-    if reader is None or " act=0 " not in kind or (found := _activation(reader)) is None:
+    if reader is None or " act=0 " not in kind or (found := applied_by(reader)) is None:
         return False
     name, leak = found
     numbers: Any = list(norm.args[_NUMBERS])  # type: ignore[arg-type]
@@ -103,18 +94,6 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
         return False
     same = x.dtype == y.dtype and x.device == y.device and x.dim() == y.dim()
     return same and all(str(p) == str(q) for p, q in zip(x.shape, y.shape, strict=True))
-
-
-def _activation(reader: fx.Node) -> tuple[str, float] | None:
-    """The name of the activation that ``reader`` applies to one tensor, and its slope below zero."""
-    if reader.target in _RELUS:
-        return "relu", LEAK
-    if reader.target is F.silu:
-        return "silu", LEAK
-    if reader.target is F.leaky_relu:
-        leak = reader.kwargs.get("negative_slope", reader.args[1] if len(reader.args) > 1 else LEAK)
-        return ("leaky_relu", float(leak)) if isinstance(leak, (int, float)) else None
-    return None
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
@@ -159,15 +138,12 @@ def _written(node: fx.Node) -> list[fx.Node] | None:
         return None
     if node.target in (torch.ops.normlab.move_running, torch.ops.normlab.move_running.default):
         return sources[:_BUFFERS]
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITERS
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITERS
     if "out" in node.kwargs or isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
     if in_place or node.kwargs.get("inplace") or any(a is True for a in node.args):
         return sources[:1]
     return []
-
-
-_WRITERS = {name for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)} | {"setitem"}
 
 
 # --- where compilers find it --------------------------------------------------------------------------------------

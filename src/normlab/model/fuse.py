@@ -7,31 +7,21 @@ done in a model.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from ..engine.messages import check_model
 from ..layers import KalmanNorm, Norm
-from ..statistics.activation import LEAK
+from ..statistics.activation import CALLS, LEAK, WRITERS, applied_by, other_summand
 from .description import hooks_of
 from .scopes import no_update
 from .walk import carry_hooks
 
-_FUNCTIONS: dict[Any, str] = {
-    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", F.relu_: "relu", F.silu: "silu",
-    F.leaky_relu: "leaky_relu", "relu": "relu", "relu_": "relu",
-}  # fmt: skip
 _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu"}
-_IN_PLACE: tuple[Any, ...] = (operator.iadd, "add_")
-_ADDS: tuple[Any, ...] = (operator.add, torch.add, "add", *_IN_PLACE)
-_WRITERS = ({f"i{name}" for name in dir(operator)} & {*dir(operator)}) | {"setitem"}  # iadd, imul, ...
-_CALLS = ("call_function", "call_method")  # not call_module: a module may have the name "add" or "relu"
 
 
 class _Tracer(fx.Tracer):
@@ -203,15 +193,11 @@ def _fuse_followers(traced: fx.GraphModule, norm: fx.Node, shapes: bool) -> int:
 
 def _other_summand(reader: fx.Node, node: fx.Node) -> fx.Node | None:
     """What ``reader`` adds to ``node``, if it does nothing else and both have the same shape and dtype."""
-    if reader.op not in _CALLS or reader.target not in _ADDS or len(reader.args) != 2 or reader.kwargs:
-        return None
-    if reader.target in _IN_PLACE and reader.args[0] is not node:  # it writes to a tensor that others may read
-        return None
-    others = [a for a in reader.args if a is not node]
-    if len(others) != 1 or not isinstance(others[0], fx.Node) or others[0].op == "get_attr":
+    other = other_summand(reader, node)
+    if other is None or other.op == "get_attr":
         return None  # a parameter [1, C, H, W] broadcasts, unless the example is of one sample
-    here, there = (n.meta.get("normlab") for n in (node, others[0]))
-    return others[0] if here is not None and here == there else None
+    here, there = (n.meta.get("normlab") for n in (node, other))
+    return other if here is not None and here == there else None
 
 
 def _may_write_between(traced: fx.GraphModule, first: fx.Node, last: fx.Node) -> bool:
@@ -222,10 +208,10 @@ def _may_write_between(traced: fx.GraphModule, first: fx.Node, last: fx.Node) ->
             module = traced.get_submodule(str(node.target))
             if any(getattr(inner, "inplace", False) for inner in module.modules()):
                 return True
-        elif node.op in _CALLS:
+        elif node.op in CALLS:
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
             asked = "out" in node.kwargs or node.kwargs.get("inplace") or any(a is True for a in node.args)
-            if asked or name.endswith("_") or name in _WRITERS:
+            if asked or name.endswith("_") or name in WRITERS:
                 return True
         node = node.next
     return False
@@ -239,9 +225,5 @@ def _activation(traced: fx.GraphModule, reader: fx.Node) -> str | None:
         if name is None or hooks_of(module):
             return None
         return name if getattr(module, "negative_slope", LEAK) == LEAK else None
-    if reader.op not in _CALLS or reader.target not in _FUNCTIONS:
-        return None
-    name, leak = _FUNCTIONS[reader.target], LEAK
-    if name == "leaky_relu":
-        leak = reader.kwargs.get("negative_slope", reader.args[1] if len(reader.args) > 1 else LEAK)
+    name, leak = applied_by(reader) or (None, LEAK)
     return name if leak == LEAK else None
