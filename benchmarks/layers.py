@@ -2,8 +2,8 @@
 
     python benchmarks/layers.py --out benchmarks/layers.csv
 
-Rounds are interleaved (one call of each candidate, again and again) and the median of the ratios of each round is
-reported, so that a machine that slows down slows all of them. Freed memory is kept by the process: otherwise fresh
+Rounds are interleaved (one call of each candidate, again and again) and the ratio of the shortest times is reported, so
+that what else the machine does counts as little as it can. Freed memory is kept by the process: otherwise fresh
 pages for the two large results cost more than any of the layers, and by chance more for one than for another. Saved
 bytes are what autograd keeps between forward and backward. A part (``--only``, ``--shapes``) replaces those rows of the
 file and leaves the others.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -361,26 +360,21 @@ def measure(shape: tuple[int, ...], last: bool, rounds: int, only: set[str] | No
         naive = Naive(case, case.make(c))
         ours = lambda: step(layer, x, dy, arguments)  # noqa: B023, E731
         written = lambda: step(naive, x, dy, arguments)  # noqa: B023, E731
-        ratios, slower, times = [], [], []
-        for i in range(rounds + 2):
-            pair = (reference, ours) if i % 2 else (ours, reference)
-            first, second = (seconds(run) for run in pair)
-            a, b = (first, second) if i % 2 else (second, first)
-            if i >= 2:
-                ratios.append(b / a)
-                times.append(b)
-        for i in range(max(3, rounds // 4) + 1):
-            n, b = seconds(written), seconds(ours)
-            if i:
-                slower.append(n / b)
+        best = {run: float("inf") for run in (reference, ours, written)}
+        for i in range(rounds):
+            for run in (reference, ours) if i % 2 else (ours, reference):
+                best[run] = min(best[run], seconds(run))
+        for _ in range(max(3, rounds // 4)):
+            for run in (written, ours):
+                best[run] = min(best[run], seconds(run))
         rows.append(
             {
                 "normalizer": case.name,
                 "shape": "x".join(map(str, shape)),
                 "elements": x.numel(),
                 "layout": "channels_last" if last else "contiguous",
-                "ratio_to_batchnorm2d": round(statistics.median(ratios), 3),
-                "naive_over_ours": round(statistics.median(slower), 2),
+                "ratio_to_batchnorm2d": round(best[ours] / best[reference], 3),
+                "naive_over_ours": round(best[written] / best[ours], 2),
                 "saved_bytes": saved_bytes(layer, x, arguments),
                 "saved_bytes_batchnorm2d": base_bytes,
                 "saved_over_batchnorm2d_per_NC": round(

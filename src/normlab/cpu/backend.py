@@ -11,12 +11,12 @@ from . import native, passes
 from .passes import pool
 from .weighted_pools import normalize
 
-__all__ = ["apply", "back_through_pools", "gradients", "input_gradient", "moments", "normalize", "pool", "positions"]
+__all__ = ["apply", "back_through_pools", "gradients", "input_gradient", "library", "moments", "normalize", "pool"]
 
 
-def positions(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    """What computes positional norm of ``x`` and its gradients; None: torch operators."""
-    return native if native.serves(x, None) and native.reads_affine(x, weight, bias) else None
+def library(x: Tensor) -> Any:
+    """The library of passes with all that it has, if it takes ``x``."""
+    return native if native.serves(x, None) else None
 
 
 def _way(x: Tensor, rows: Any) -> Any:

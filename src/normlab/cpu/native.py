@@ -53,6 +53,7 @@ class _State:
     def __init__(self) -> None:
         self.decided = False
         self.functions: dict[torch.dtype, _Functions] = {}  # empty: torch operators
+        self.move_running: Any = None
         self.reason = ""  # why
 
 
@@ -89,6 +90,7 @@ def _decide() -> None:
     else:
         try:
             library = ctypes.CDLL(str(path))
+            _state.move_running = _mover(library)
             _state.functions = {dtype: _Functions(library, name) for dtype, name in _NAMES.items()}
         except (OSError, AttributeError) as error:
             _state.reason = f"{path} does not load: {error}"
@@ -105,6 +107,12 @@ def settle() -> None:
             _state.decided, _state.reason = True, f"its build wrote nothing to {BUILT.path}"
             return
     _decide()
+
+
+def _mover(library: ctypes.CDLL) -> Any:
+    p, real = ctypes.c_void_p, ctypes.c_double
+    takes = (p, p, p, p, p, ctypes.c_int64, real, real, ctypes.c_bool, ctypes.c_bool)
+    return _function(library, "move_running", takes, None)
 
 
 def build_host() -> Path:
@@ -272,6 +280,20 @@ def _lines(x: Tensor, dy: Tensor | None, rows: Rows, mask: Mask | None, *each: T
         kind == torch.float64, torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+# --- running statistics -----------------------------------------------------------------------------------------------
+
+
+def move_running(
+    mean: Tensor, var: Tensor, batches: Tensor, seen: Any, momentum: float | None, total: bool, last: bool
+) -> None:
+    """Move running statistics ``[G]``, float32, towards what was ``seen``, float64. With ``last`` count the batch."""
+    unbiased = 1.0 if total else max(seen.count, 1) / max(seen.count - 1, 1)
+    _state.move_running(
+        mean.data_ptr(), var.data_ptr(), batches.data_ptr(), seen.mean.data_ptr(), seen.var.data_ptr(), mean.numel(),
+        -1.0 if momentum is None else momentum, unbiased, total, last,
+    )  # fmt: skip
 
 
 # --- positional norm --------------------------------------------------------------------------------------------------

@@ -1060,6 +1060,18 @@ void backward(const Mixture& m, const T* x, const T* dy, const double* stats, T*
   if (d_shares != nullptr) differentiate_shares(w, g, d_shares);
 }
 
+// Moves running statistics towards those of a batch. Without a momentum they are the average of all batches.
+inline void move_running(float* mean, float* var, int64_t* batches, const double* seen_mean, const double* seen_var,
+                         int64_t groups, double momentum, double unbiased, bool total, bool last) {
+  const double share = momentum < 0 ? 1 / static_cast<double>(*batches + 1) : momentum;
+  for (int64_t g = 0; g < groups; ++g) {
+    const double apart = seen_mean[g] - mean[g], drift = total ? (1 - share) * apart * apart : 0.0;
+    mean[g] = static_cast<float>(mean[g] + share * apart);
+    var[g] = static_cast<float>(var[g] + share * (seen_var[g] * unbiased + drift - var[g]));
+  }
+  *batches += last;
+}
+
 // --- positional norm -------------------------------------------------------------------------------------------------
 
 // Each position is standardized over its channels, about their mean or about zero.
@@ -1347,6 +1359,12 @@ void positions_back(const ByPosition& p, const T* x, const T* dy, T* dx, void* d
 // Each for the dtypes that are served; wide: coefficients are float64.
 
 #define NORMLAB_EXPORT extern "C" __attribute__((visibility("default")))
+NORMLAB_EXPORT void move_running(float* mean, float* var, int64_t* batches, const double* seen_mean,
+                                 const double* seen_var, int64_t groups, double momentum, double unbiased, bool total,
+                                 bool last) {
+  normlab::move_running(mean, var, batches, seen_mean, seen_var, groups, momentum, unbiased, total, last);
+}
+
 #define NORMLAB_PASSES(T, NAME)                                                                                        \
   NORMLAB_EXPORT bool moments_##NAME(const normlab::Shape* s, const void* x, const bool* keep, int64_t threads,        \
                                      double* wide, float* narrow) {                                                    \

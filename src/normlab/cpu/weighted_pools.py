@@ -131,7 +131,7 @@ class _Pools:
         )  # fmt: skip
 
     def seen(self, stats: Tensor) -> list[Pooled | None]:
-        moments = Moments(stats[0], stats[1], self.size)
+        moments = Moments(stats[0], stats[0], self.size)  # counts need no variances
         return [
             None if t is None else Pooled(t[0], t[1], plan.elements(moments))
             for plan, t in zip(self.rule.sources.plans, self.statistics, strict=True)

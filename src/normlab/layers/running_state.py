@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..engine.backends import graphs_reach_kernels, kernels_serve, must_trace
+from ..engine.backends import graphs_reach_kernels, kernels_serve, must_trace, passes_for
 from ..engine.cache import remembered
 from ..engine.contract import Update
 from ..engine.operators import move_running as move_by_kernel
@@ -124,7 +124,14 @@ def observe_batch(layer: Norm, seen: Sequence[Pooled | None], segments: Sequence
     check_transform(layer, tracked[0][1].mean, getattr(layer, tracked[0][0][0]))
     assert isinstance(layer.num_batches_tracked, Tensor)
     by_kernels = (kernels_serve(x) and not must_trace(x)) or graphs_reach_kernels(x)
-    if by_kernels and _move_by_kernel(layer, tracked, layer.num_batches_tracked):
+    if by_kernels:
+        moved = _move_in_one_call(layer, tracked, layer.num_batches_tracked, torch.float32, move_by_kernel)
+    else:
+        library = None if must_trace(x) or kernels_serve(x) else passes_for(x).library(x)  # type: ignore[attr-defined]
+        moved = library is not None and _move_in_one_call(
+            layer, tracked, layer.num_batches_tracked, torch.float64, library.move_running
+        )
+    if moved:
         set_run_shape(layer, shape)
     else:
         move_running(layer, tracked, shape)
@@ -146,18 +153,26 @@ def move_running(
     set_run_shape(layer, shape, ok)
 
 
-def _move_by_kernel(layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, str]], batches: Tensor) -> bool:
-    """Move running statistics, one kernel each, and say whether that is done: of one branch, without a policy."""
+def _move_in_one_call(
+    layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, str]], batches: Tensor, kind: torch.dtype, move: Any
+) -> bool:
+    """Move running statistics, one call each, and say whether that is done: of one branch, without a policy.
+
+    ``kind`` is the dtype of a batch's statistics that ``move`` takes. It takes one number of values a statistic on the
+    CPU, and any elsewhere.
+    """
     if layer.policy.guard or layer.process_group is not None:
         return False
     found = []
     for names, pooled, s, how in tracked:
         mean, var = (getattr(layer, n) for n in names)
         branch, count = s.branch, pooled.count
-        plain = mean.dtype == var.dtype == pooled.mean.dtype == pooled.var.dtype == torch.float32
+        plain = mean.dtype == var.dtype == torch.float32 and pooled.mean.dtype == pooled.var.dtype == kind
         plain = plain and mean.device == var.device == batches.device == pooled.mean.device
         each = isinstance(count, Tensor)
         known = not each or count.shape in (pooled.mean.shape, (pooled.mean.shape[0], 1))
+        if mean.device.type == "cpu" and kind == torch.float64:
+            known = not each and pooled.mean.shape[0] == 1
         if not plain or isinstance(branch, Tensor) or how not in ("unbiased", "total") or not known:
             return False
         if layer.branches is not None:
@@ -167,7 +182,7 @@ def _move_by_kernel(layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, 
         found.append((mean, var, pooled, how == "total"))
     counter = batches if layer.branches is None else batches[tracked[0][2].branch]
     for k, (mean, var, pooled, total) in enumerate(found):
-        move_by_kernel(mean, var, counter, pooled, layer.share_of_new_batch, total, k == len(found) - 1)
+        move(mean, var, counter, pooled, layer.share_of_new_batch, total, k == len(found) - 1)
     return True
 
 
@@ -203,6 +218,8 @@ def _groups(layer: Norm) -> int:
 
 def _detached(pooled: Pooled) -> Pooled:
     count = pooled.count
+    if not (isinstance(count, Tensor) or pooled.mean.requires_grad or pooled.var.requires_grad):
+        return pooled
     count = count.detach() if isinstance(count, Tensor) else count
     return Pooled(pooled.mean.detach(), pooled.var.detach(), count)
 

@@ -106,8 +106,10 @@ def normalize_positions(
     bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 1 else bias
     if must_trace(x):
         return OfPositions(eps, centered)(x, weight, bias, mask)
-    if not kernels_serve(x) and (way := passes_for(x).positions(x, weight, bias)) is not None:  # type: ignore[attr-defined]
-        return _Compiled.apply(x, weight, bias, eps, centered, None if mask is None else mask.valid.contiguous(), way)
+    library = None if kernels_serve(x) else passes_for(x).library(x)  # type: ignore[attr-defined]
+    if library is not None and library.reads_affine(x, weight, bias):
+        valid = None if mask is None else mask.valid.contiguous()
+        return _Compiled.apply(x, weight, bias, eps, centered, valid, library)
     if mask is None:
         return _Positional.apply(x, weight, bias, eps, centered)
     return hidden(_Positional.apply(padded_positions(x, mask, eps), weight, bias, eps, centered), mask.valid)
@@ -167,11 +169,11 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool,
-        valid: Tensor | None, way: Any,
+        valid: Tensor | None, library: Any,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, valid)
-        ctx.eps, ctx.centered, ctx.way = eps, centered, way
-        return way.positions(x, weight, bias, eps, centered, valid).data
+        ctx.eps, ctx.centered, ctx.library = eps, centered, library
+        return library.positions(x, weight, bias, eps, centered, valid).data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
@@ -182,7 +184,7 @@ class _Compiled(torch.autograd.Function):
             found = differentiate(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy)
         else:
             needs = tuple(ctx.needs_input_grad[:3])
-            found = ctx.way.positions_back(dy, x, weight, bias, ctx.eps, ctx.centered, valid, needs)
+            found = ctx.library.positions_back(dy, x, weight, bias, ctx.eps, ctx.centered, valid, needs)
         return *found, None, None, None, None
 
 
