@@ -133,6 +133,9 @@ def test_settings_of_the_papers_scale(name, tmp_path, monkeypatch):
 
 def test_settings_of_the_tables_on_imagenet(tmp_path, monkeypatch):
     asked = []
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "val"):
+        (tmp_path / "PHOTOS" / part).mkdir(parents=True)
 
     def note(ctx, grid, seeds):
         asked.extend(grid.settings(case, seed) for case in grid.cases for seed in seeds)
@@ -172,14 +175,17 @@ def test_settings_of_the_tables_on_imagenet(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("asked", "said"), [
     ({"name": "weak-augment-table1", "full": True}, "takes no --data; batch-group-table1, batch-group-table2, "),
     ({"full": True, "data": "cifar10"}, r"--data is imagenet:PATH, a folder .*got 'cifar10'"),
-    ({}, "give --full too"),
+    ({"data": "imagenet:PHOTOS"}, "give --full too"),
     ({"full": True}, r"missing has no folder train/; imagenet:PATH names one with train/ and val/"),
 ])  # fmt: skip
-def test_data_that_a_table_is_not_trained_on_are_refused(tmp_path, asked, said):
+def test_data_that_a_table_is_not_trained_on_are_refused(tmp_path, monkeypatch, asked, said):
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "val"):
+        (tmp_path / "PHOTOS" / part).mkdir(parents=True)
     with pytest.raises(LabError, match=said):
-        reproduce.run(**{"name": "batch-group-table1", "folder": tmp_path, "device": "cpu", "data": "imagenet:missing",
-                         **asked})  # fmt: skip
-    assert not any(tmp_path.iterdir())
+        reproduce.run(**{"name": "batch-group-table1", "folder": tmp_path / "out", "device": "cpu",
+                         "data": "imagenet:missing", **asked})  # fmt: skip
+    assert not (tmp_path / "out").exists()
 
 
 def test_trainings_are_shared_between_entries_in_one_folder(tmp_path):

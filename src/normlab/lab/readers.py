@@ -341,14 +341,20 @@ def find_folder(path: Path, size: int) -> Parts:
     return Parts(*parts_of_folder(path, "stream", partial(_find_classes, size=size), Images.only))
 
 
-def find_imagenet(path: Path, size: int) -> Parts:
-    """The files of ``train/`` and ``val/``. The latter's images are shown as ImageNet is tested: their shorter side has
-    256 pixels where the square in the middle has 224.
-    """
+def check_imagenet(path: Path) -> Path:
+    """The folder, if it is one, at once: to list a million files takes long."""
     path = path.expanduser()
     if lacks := [part for part in ("train", "val") if not (path / part).is_dir()]:
         raise LabError(f"{path} has no folder {lacks[0]}/; imagenet:PATH names one with train/ and val/, and in both a "
                        "folder of images for each class.")  # fmt: skip
+    return path
+
+
+def find_imagenet(path: Path, size: int) -> Parts:
+    """The files of ``train/`` and ``val/``. The latter's images are shown as ImageNet is tested: their shorter side has
+    256 pixels where the square in the middle has 224.
+    """
+    path = check_imagenet(path)
     (train, classes), (test, others) = (_find_classes(path / part, size) for part in ("train", "val"))
     _check_same(path, path / "val", classes, others)
     _check_number(path, classes, "images")

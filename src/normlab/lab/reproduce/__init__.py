@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.messages import nearest, words
 from ..errors import LabError
+from ..readers import check_imagenet
 from ..store import finite, write_atomic
 from ..study import versions
 from ..workers import check_processes, cluster_for
@@ -151,6 +152,7 @@ def _check_data(entry: Entry, ctx: Context) -> None:
         raise LabError(f"{entry.name} takes no --data; {having} do.")
     if not (ctx.data or "").startswith("imagenet:"):
         raise LabError(f"--data is imagenet:PATH, a folder with ImageNet's train/ and val/; got {ctx.data!r}.")
+    check_imagenet(Path((ctx.data or "").removeprefix("imagenet:")))
     if ctx.scale == "default":
         raise LabError(f"{entry.name} trains on --data at the paper's scale; give --full too.")
 
