@@ -289,9 +289,10 @@ def move_running(
     mean: Tensor, var: Tensor, batches: Tensor, seen: Any, momentum: float | None, total: bool, last: bool
 ) -> None:
     """Move running statistics ``[G]``, float32, towards what was ``seen``, float64. With ``last`` count the batch."""
-    unbiased = 1.0 if total else max(seen.count, 1) / max(seen.count - 1, 1)
+    unbiased, of_batch = 1.0 if total else max(seen.count, 1) / max(seen.count - 1, 1), seen[0].contiguous()
+    var_of_batch = seen[1].contiguous()
     _state.move_running(
-        mean.data_ptr(), var.data_ptr(), batches.data_ptr(), seen.mean.data_ptr(), seen.var.data_ptr(), mean.numel(),
+        mean.data_ptr(), var.data_ptr(), batches.data_ptr(), of_batch.data_ptr(), var_of_batch.data_ptr(), mean.numel(),
         -1.0 if momentum is None else momentum, unbiased, total, last,
     )  # fmt: skip
 

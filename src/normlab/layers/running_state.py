@@ -123,17 +123,12 @@ def observe_batch(layer: Norm, seen: Sequence[Pooled | None], segments: Sequence
         return
     check_transform(layer, tracked[0][1].mean, getattr(layer, tracked[0][0][0]))
     assert isinstance(layer.num_batches_tracked, Tensor)
-    by_kernels = (kernels_serve(x) and not must_trace(x)) or graphs_reach_kernels(x)
-    if by_kernels:
-        moved = _move_in_one_call(layer, tracked, layer.num_batches_tracked, torch.float32, move_by_kernel)
-    else:
-        library = None if must_trace(x) or kernels_serve(x) else passes_for(x).library(x)  # type: ignore[attr-defined]
-        moved = library is not None and _move_in_one_call(
-            layer, tracked, layer.num_batches_tracked, torch.float64, library.move_running
-        )
-    if moved:
-        set_run_shape(layer, shape)
-    else:
+    moved = False
+    if (kernels_serve(x) and not must_trace(x)) or graphs_reach_kernels(x):
+        moved = _move_in_one_call(layer, tracked, shape, torch.float32, move_by_kernel)
+    elif not must_trace(x) and (library := passes_for(x).library(x)) is not None:  # type: ignore[attr-defined]
+        moved = _move_in_one_call(layer, tracked, shape, torch.float64, library.move_running)
+    if not moved:
         move_running(layer, tracked, shape)
 
 
@@ -154,16 +149,19 @@ def move_running(
 
 
 def _move_in_one_call(
-    layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, str]], batches: Tensor, kind: torch.dtype, move: Any
-) -> bool:
-    """Move running statistics, one call each, and say whether that is done: of one branch, without a policy.
+    layer: Norm, tracked: Sequence[tuple[Any, Pooled, Segments, str]], shape: tuple[int, ...], kind: torch.dtype,
+    move: Any,
+) -> bool:  # fmt: skip
+    """Move running statistics, one call each, and say whether that is done: of one branch.
 
-    ``kind`` is the dtype of a batch's statistics that ``move`` takes. It takes one number of values a statistic on the
-    CPU, and any elsewhere.
+    ``kind`` is the dtype of a batch's statistics that ``move`` takes: float32 of the kernels, which take no guard, and
+    float64 of the CPU's library, which takes one number of values for all statistics.
     """
-    if layer.policy.guard or layer.process_group is not None:
+    on_cpu = kind == torch.float64
+    if layer.process_group is not None or (layer.policy.guard and not on_cpu):
         return False
-    found = []
+    batches, found = layer.num_batches_tracked, []
+    assert isinstance(batches, Tensor)
     for names, pooled, s, how in tracked:
         mean, var = (getattr(layer, n) for n in names)
         branch, count = s.branch, pooled.count
@@ -171,7 +169,7 @@ def _move_in_one_call(
         plain = plain and mean.device == var.device == batches.device == pooled.mean.device
         each = isinstance(count, Tensor)
         known = not each or count.shape in (pooled.mean.shape, (pooled.mean.shape[0], 1))
-        if mean.device.type == "cpu" and kind == torch.float64:
+        if on_cpu:
             known = not each and pooled.mean.shape[0] == 1
         if not plain or isinstance(branch, Tensor) or how not in ("unbiased", "total") or not known:
             return False
@@ -180,9 +178,12 @@ def _move_in_one_call(
         if mean.dim() != 1 or not (mean.is_contiguous() and var.is_contiguous()):
             return False
         found.append((mean, var, pooled, how == "total"))
+    if layer.policy.guard and not running.finite([pooled for _, _, pooled, _ in found], torch.float32):
+        return True  # a refused batch leaves no trace
     counter = batches if layer.branches is None else batches[tracked[0][2].branch]
     for k, (mean, var, pooled, total) in enumerate(found):
         move(mean, var, counter, pooled, layer.share_of_new_batch, total, k == len(found) - 1)
+    set_run_shape(layer, shape)
     return True
 
 
