@@ -13,11 +13,13 @@ the state of a ResNet-50 written and read, and the megabytes that a process give
 ``--ranks`` measures epochs of the loop by one process and by two that share them, a thread each, in alternation.
 ``ratio`` is the samples a second of two over those of one, from the least seconds of all rounds. ``cpu_ratio`` is the
 same for two cores that never wait, from the median of the CPU seconds of all processes, whatever else runs.
+Where ``load``, that of the machine over five minutes, is above 2, ``ratio`` is that of processes that wait for a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -199,7 +201,7 @@ def rank(number: int, folder: str) -> None:
     with joined() as both:
         for turn in range(_ROUNDS + 1):  # the first warms up
             for norm, synchronized in RANKED:
-                settings = Settings(data="cifar10", model="resnet20", norm=norm, epochs=1, batch_size=64)
+                settings = Settings(data="cifar10", model="resnet20", norm=norm, epochs=1, batch_size=128)
                 for ranks in (ALONE, both):
                     settings = settings.with_(sync_norm=synchronized and ranks is both)
                     model = build("resnet20", data, norm, seed=0)
@@ -226,9 +228,9 @@ def scaling() -> list[dict]:
         how = "nothing to synchronize" if norm == "group" else how
         least, cpu = ([f(r[k] for r in of) for of in (one, two)] for k, f in ((0, min), (1, median)))
         rows.append({
-            "what": f"epoch, ResNet-20, 512 images, batch 64, by two processes with {how}", "norm": norm,
+            "what": f"epoch, ResNet-20, 512 images, batch 128, by two processes with {how}", "norm": norm,
             "seconds": round(least[1], 3), "ratio": round(least[0] / least[1], 2),
-            "cpu_ratio": round(2 * cpu[0] / cpu[1], 2),
+            "cpu_ratio": round(2 * cpu[0] / cpu[1], 2), "load": round(os.getloadavg()[1], 1),
         })  # fmt: skip
     return rows
 
