@@ -113,6 +113,7 @@ def lines(folder: Path, draw: random.Random) -> Callable[[], tuple[str, float, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=10_000, help="for each reader")
+    parser.add_argument("--readers", default="checkpoint,log and results")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".csv"))
     arguments = parser.parse_args()
@@ -120,6 +121,8 @@ def main() -> None:
     sys.addaudithook(audit)
     rows = []
     for name, made in (("checkpoint", checkpoints), ("log and results", lines)):
+        if name not in arguments.readers.split(","):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             one = made(Path(folder), random.Random(f"{arguments.seed} {name}"))
             for _ in range(50):  # what is imported and kept by the first

@@ -56,13 +56,13 @@ def command(kind: str, folder: Path, address: str = "") -> list[str]:
     return [sys.executable, *lab, *more[kind]]
 
 
-def begun(kind: str, folder: Path, address: str = "") -> subprocess.Popen[str]:
-    """The command, in a folder of its own that all its processes work in and have their temporary files in."""
+def begun(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """A command in a folder of its own, which all its processes work in and have their temporary files in."""
     (folder / "t").mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "TMPDIR": str(folder / "t"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     with (folder / "said").open("a") as said:
         return subprocess.Popen(
-            command(kind, folder, address), cwd=folder, env=environment, text=True, stdout=said, stderr=said,
+            words, cwd=folder, env=environment, text=True, stdout=said, stderr=said,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -145,7 +145,7 @@ def killed(kind: str, folder: Path, draw: random.Random, number: int) -> dict[st
     """One kill: what was hit and when, what the command said, and how many files were there and could be read."""
     opened: Any = cluster(folder) if kind == "head" else nullcontext()
     with opened as machines:
-        process = begun(kind, folder, machines.address if machines else "")
+        process = begun(command(kind, folder, machines.address if machines else ""), folder)
         # A third of the moments are in the study's beginning, the others in its epochs.
         first, most = ("study.toml", 8.0) if draw.random() < 0.3 else ("runs/*/log.jsonl", 4.0)
         while not list((folder / "study").glob(first)) and process.poll() is None:
@@ -168,7 +168,7 @@ def killed(kind: str, folder: Path, draw: random.Random, number: int) -> dict[st
         files = read_all(folder)
     fresh: Any = cluster(folder) if kind == "head" and number % 2 else nullcontext()
     with fresh as machines:
-        again = begun(kind, folder, machines.address if machines else "")
+        again = begun(command(kind, folder, machines.address if machines else ""), folder)
         if again.wait(LAST_RESORT):
             raise SystemExit(f"the next command failed: {(folder / 'said').read_text()[-2000:]}")
     what = {-9: "killed", 0: "completed"}.get(
@@ -180,7 +180,8 @@ def killed(kind: str, folder: Path, draw: random.Random, number: int) -> dict[st
 
 def undisturbed(kind: str, folder: Path) -> tuple[Any, ...]:
     """The numbers of a study that nobody disturbs; ranks of torchrun add up in another order than one process."""
-    if (code := begun("torchrun" if kind == "torchrun" else "alone", folder).wait(LAST_RESORT)) != 0:
+    words = command("torchrun" if kind == "torchrun" else "alone", folder)
+    if (code := begun(words, folder).wait(LAST_RESORT)) != 0:
         raise SystemExit(f"the undisturbed study ended with {code}: {(folder / 'said').read_text()[-2000:]}")
     return numbers(folder)
 
