@@ -10,6 +10,22 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_a_few_kills_leave_nothing_and_lose_nothing(monkeypatch):
+    """``benchmarks/kills.py`` makes fifty, of five kinds."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kills = importlib.import_module("kills")
+    monkeypatch.setattr(kills, "GRID", (*kills.GRID, "--seeds", "1"))
+    rows: list[dict] = []
+    kills.kills(("alone", "processes"), 1, 0, rows.append)
+    assert [row["kind"] for row in rows] == ["alone", "processes"] and {row["left_behind"] for row in rows} == {
+        "nothing"
+    }
+    for name in ("kills", "_results"):
+        sys.modules.pop(name)
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

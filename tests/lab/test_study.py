@@ -1,5 +1,6 @@
 """Grids that resume, refuse other settings, and never compute twice; with the real parts at a tiny size."""
 
+import errno
 import fcntl
 import json
 import math
@@ -9,6 +10,8 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 import torch
 
 from normlab import lab
-from normlab.lab import LabError, Settings, Study, Watcher, read_results, run_study, workers
+from normlab.lab import LabError, Settings, Study, Watcher, read_results, run_study, store, workers
 from normlab.lab import study as study_module
 from normlab.lab.grid import DEFAULT, default_folder, make_study
 from processes import LAST_RESORT, filled_once, forking
@@ -283,6 +286,110 @@ def test_an_interrupted_study_goes_on_to_the_same_numbers(finished, tmp_path, mo
     run_study(tiny(tmp_path))
     assert accuracies(tmp_path) == accuracies(finished.study.folder)
     assert len(lines(tmp_path)) == 8
+
+
+ONE = {"norms": ["batch"], "seeds": 1, "measure": ["clean"], "data": "digits", "model": "mlp", "width": 8, "epochs": 2,
+       "train_size": 100, "test_size": 50, "processes": 1}  # fmt: skip
+
+
+def found(folder):
+    """What a study of one run has found, and its weights."""
+    (home,) = (folder / "runs").iterdir()
+    return accuracies(folder), (home / "best.safetensors").read_bytes()
+
+
+def everything(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def whole(tmp_path):
+    lab.compare(out=tmp_path / "whole", **ONE)
+    return found(tmp_path / "whole")
+
+
+def test_a_disk_that_is_full_at_any_write_costs_nothing(whole, tmp_path, monkeypatch):
+    sync, left = os.fsync, [0]
+
+    def full(file):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "no space")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    for number in range(1, 100):
+        folder, left[0] = tmp_path / str(number), number
+        with pytest.raises(LabError, match="the disk is full") if number < 9 else suppress(LabError):
+            lab.compare(out=folder, **ONE)
+        if left[0] > 0:
+            break  # there are not so many writes
+        assert not list(folder.rglob("*.partial"))
+        lab.compare(out=folder, **ONE)
+        assert found(folder) == whole
+    assert number > 8
+
+
+def test_a_folder_that_became_read_only_stays_as_it_is(whole, tmp_path, monkeypatch):
+    before, opened = everything(tmp_path), os.open
+
+    def read_only(path, flags, *more, **named):
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(tmp_path)):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(LabError, match="whole cannot be written: Read-only file system"):
+        lab.compare(out=tmp_path / "whole", **{**ONE, "seeds": 2})
+    assert everything(tmp_path) == before
+
+
+def test_a_clock_that_was_moved_back_changes_nothing(whole, tmp_path, monkeypatch):
+    """Files of an interrupted study are of the future, and time stands still."""
+
+    class Stop(Watcher):
+        def epoch(self, line):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lab.compare(out=tmp_path / "study", progress=Stop(), **ONE)
+    for path in (tmp_path / "study").rglob("*"):
+        os.utime(path, (4e9, 4e9))
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    lab.compare(out=tmp_path / "study", **ONE)
+    assert found(tmp_path / "study") == whole
+
+
+def test_a_folder_of_a_newer_version_stays_as_it_is(whole, tmp_path, monkeypatch):
+    folder = tmp_path / "whole"
+    (home,) = (folder / "runs").iterdir()
+    old = (folder / "study.toml").read_text()
+    (folder / "study.toml").write_text("future = 1\n" + old)
+    before = everything(folder)
+    with pytest.raises(LabError, match=r"study.toml: unknown setting 'future'"):
+        lab.compare(out=folder, **ONE)
+    assert everything(folder) == before
+    (folder / "study.toml").write_text(old)
+    tensors, meta = store.load_checkpoint(home / "last.safetensors")
+    monkeypatch.setattr(store, "_FORMAT", 2)
+    store.save_checkpoint(home / "last.safetensors", tensors, meta)
+    monkeypatch.undo()
+    before = everything(folder)
+    with pytest.raises(LabError, match=r"last.safetensors is of format 2.*written by a newer one"):
+        lab.compare(out=folder, **{**ONE, "measure": ["noise"]})
+    after = everything(folder)
+    assert {p: after[p] for p in before if p.name != "study.toml"} == {
+        p: content
+        for p, content in before.items()
+        if p.name != "study.toml"  # it has the new measurement
+    }
+
+
+def test_two_commands_in_one_folder(whole, tmp_path):
+    before = everything(tmp_path)
+    with store.locked(tmp_path / "whole"), pytest.raises(LabError, match="Another process is working in"):
+        lab.compare(out=tmp_path / "whole", **{**ONE, "seeds": 2})
+    assert everything(tmp_path) == before
 
 
 @pytest.mark.usefixtures("forked")
