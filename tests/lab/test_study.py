@@ -318,6 +318,7 @@ def test_a_disk_that_is_full_at_any_write_costs_nothing(whole, tmp_path, monkeyp
         sync(file)
 
     monkeypatch.setattr(os, "fsync", full)
+    number = 0
     for number in range(1, 100):
         folder, left[0] = tmp_path / str(number), number
         with pytest.raises(LabError, match="the disk is full") if number < 9 else suppress(LabError):
