@@ -132,10 +132,16 @@ class _Pools:
 
     def seen(self, stats: Tensor) -> list[Pooled | None]:
         moments = Moments(stats[0], stats[0], self.size)  # counts need no variances
-        return [
-            None if t is None else Pooled(t[0], t[1], plan.elements(moments))
-            for plan, t in zip(self.rule.sources.plans, self.statistics, strict=True)
-        ]
+        found: list[Pooled | None] = []
+        for plan, t in zip(self.rule.sources.plans, self.statistics, strict=True):
+            if t is None:
+                found.append(None)
+                continue
+            count = plan.elements(moments)
+            if isinstance(count, Tensor) and count.numel() == 1 and count.item() > 0:
+                count = count.item()  # under a mask; a number moves running statistics with less ado
+            found.append(Pooled(t[0], t[1], count))
+        return found
 
 
 @lru_cache(maxsize=256)
