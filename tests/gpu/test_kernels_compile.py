@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs that are not there, each variant for one compute capability in turn.
+"""The kernels compiled for GPUs that are not there: some variants of each, for one compute capability in turn.
 
 ``benchmarks/targets.py`` compiles all of them for all.
 """

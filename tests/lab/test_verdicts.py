@@ -201,7 +201,7 @@ def test_the_clock_of_a_plan_times_steps_after_the_first(monkeypatch):
 
 
 def test_a_plan_says_what_it_does_not_know(normlab, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "_timed", lambda ctx, settings, device: (60.0, 10**6))
+    monkeypatch.setattr(costs, "_timed", lambda ctx, settings, device: (60.0, 10**6, ""))
     there = ["--full", "--plan", "--device", "cpu", "--root", tmp_path]
     code, said, _ = normlab("reproduce", "vulnerability-table2", "--seeds", 2, *there)
     assert code == 0
@@ -214,7 +214,7 @@ def test_a_plan_says_what_it_does_not_know(normlab, tmp_path, monkeypatch):
 
 
 def test_every_entry_has_a_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "_timed", lambda ctx, settings, device: (1.0, 1))
+    monkeypatch.setattr(costs, "_timed", lambda ctx, settings, device: (1.0, 1, ""))
     for name in reproduce.entries():
         found = reproduce.plan(name, tmp_path / "none", scale="smoke", device="cpu")
         assert found.also or sum(part.runs for part in found.parts)

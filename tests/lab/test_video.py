@@ -1,7 +1,6 @@
 """Video: moving digits, clips from files, inflated networks, a whole run, and sentences for what cannot be."""
 
 import csv
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from normlab.lab.models import build
 from normlab.lab.models.inflated import inflate, inflated_weights
 from normlab.lab.reproduce import base
 from normlab.lab.reproduce.switchable.video import settings as settings_of_table_6
+from normlab.lab.store import read_log
 from normlab.lab.study import build_model
 from normlab.lab.tasks import Context, task_of
 from normlab.lab.tasks.files import write_image
@@ -72,8 +72,7 @@ def folder_of_clips(path: Path, lengths: tuple[int, ...] = (5, 5, 7, 5, 6), size
 
 
 def said(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in found]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_log(folder)]
 
 
 # Moving digits ------------------------------------------------------------------------------------------------------
