@@ -8,7 +8,7 @@ import io
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from typing import Any
 
@@ -255,12 +255,19 @@ def test_outputs_of_timm_models(name):
 # --- what a conversion starts from and leads to -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", IMAGES)
-def test_a_converted_network_trains(to):
+@cache
+def small_network():
+    """A network, how to run it, and what it gives."""
     run = image(48, dtype=torch.float32)
     with torch.no_grad():
         model = pretrained(torchvision.models.resnet18(num_classes=10), run)
-    wanted = evaluate(model, run)
+    return model, run, evaluate(model, run)
+
+
+@pytest.mark.parametrize("to", IMAGES)
+def test_a_converted_network_trains(to):
+    model, run, wanted = small_network()
+    model = copy.deepcopy(model)
     convert(model, to, **OPTIONS[to])
     if to in SAME_FUNCTION:
         assert {c.kept for c in report(model).converted} <= {SAME, SAME_IN_EVALUATION}
