@@ -188,6 +188,14 @@ def test_layers_that_cannot_be_repeated_keep_their_output():
     assert len(seen) == 1
 
 
+def test_a_look_at_what_is_saved_moves_nothing():
+    model = lean(nn.Sequential(nn.Conv2d(4, 4, 1), normlab.BatchNorm2d(4), nn.Conv2d(4, 2, 3)))
+    y = model(torch.randn(2, 4, 6, 6))
+    before = [b.clone() for b in model.buffers()]
+    assert y.grad_fn._saved_input.shape == (2, 4, 6, 6)  # type: ignore[union-attr]
+    assert all(map(torch.equal, before, model.buffers()))
+
+
 def test_an_error_inside_ends_the_pass():
     model = lean(nn.Sequential(normlab.BatchNorm2d(4), nn.Conv2d(4, 2, 3)))
     with pytest.raises(ValueError, match="channels"):

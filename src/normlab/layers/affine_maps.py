@@ -87,11 +87,11 @@ def _of_branch(layer: Norm, branch: int) -> tuple[Tensor, Tensor]:
 
 
 class BranchTable(nn.ParameterDict):
-    """A parameter for each branch. Notices that ``fully_shard`` takes them: it puts DTensors in their place, by
-    ``__setattr__`` where a class has its own.
+    """A parameter for each branch, and whether ``fully_shard`` has sharded them.
 
-    It reduces in a row what gradients a process has. So each process needs one of every branch, also where they run
-    different ones: otherwise gradients of one branch would be added to those of another.
+    ``fully_shard`` sets DTensors in the place of parameters, and calls ``__setattr__`` of a class that has its own. It
+    reduces the gradients that a process has, in their order. So each process needs a gradient of every branch, also
+    where processes run different ones: otherwise gradients of one branch would be added to those of another.
     """
 
     sharded = False

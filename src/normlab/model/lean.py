@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -22,8 +23,8 @@ from ..layers.norm import Norm
 from ..statistics.running import snapshot
 from .routing import keep_route
 
-# Recipes in a row, each of which needs the output of the one before for its shortcut. The first of a row has a shortcut
-# that is kept: backward through a stage of k blocks would run k layers at once, and hold what they give.
+# How many recipes may build on each other through shortcuts. Then a shortcut is kept as it is: without an end, backward
+# would compute the outputs of a whole stage at once, and hold them.
 _ROW = 4
 _active = threading.local()  # forward passes under way
 
@@ -116,7 +117,7 @@ class _State:
         self.training, self.policy, self.choice = layer.training, layer.policy, chosen()
         self.route = keep_route()[1]
         reads_buffers = layer.track_running_stats and not layer._uses_batch()
-        # They may move before backward. What reads them beside the batch's statistics keeps what it has read.
+        # Running statistics may move before backward, so the call keeps the ones that it has read.
         self.buffers = (
             {n: None if b is None else snapshot(b) for n, b in layer._buffers.items()} if reads_buffers else None
         )
@@ -125,7 +126,9 @@ class _State:
     def again(self, layer: Norm) -> ExitStack:
         """The layer as it was, while it runs again."""
         stack = ExitStack()
-        changed = {"training": self.training, "policy": self.policy, "_reads": _Read(self.read)}
+        # No update: a debugger may unpack saved tensors outside of backward.
+        policy = replace(self.policy, update=False)
+        changed = {"training": self.training, "policy": policy, "_reads": _Read(self.read)}
         if self.buffers is not None:
             changed["_buffers"] = self.buffers
         for name, value in changed.items():
@@ -144,6 +147,9 @@ class _Read:
 
     def again(self) -> Any:
         return self._read
+
+    def keep(self, read: Any) -> None:
+        """Nothing is kept of a rerun."""
 
 
 class _Held:
